@@ -1,14 +1,13 @@
-"""Few images: what `vitrail train` makes of 300, 500 and 1,000 as it comes, beside HOG features and an SVM.
+"""Training on few images: `vitrail train` with its defaults on 300, 500 and 1,000 images, compared with HOG and an SVM.
 
     pip install scikit-image scikit-learn
     python benchmarks/few_images.py sign-language-digits/ few/signs/
     python benchmarks/few_images.py PlantVillage/ few/plants/ --images 300 --only hog
 
-The first folder has a sub-folder for each class. 1,000 test images are drawn once, for both contestants and all runs;
-the images to train on are drawn from the others, by a seed, every class equally often. Copies whose shorter side is at
-most 144 pixels, and a manifest for each run, go into the second folder; what is there is used again. HOG with an SVM
-learns from all training images (kernel and C by 3-fold cross-validation); `vitrail train` keeps a tenth of them for
-validation.
+The first folder has one subfolder per class. 1,000 test images are draw once, for both methods and all runs; training
+images are draw from the rest by seed, balanced over classes. Copies with a shorter side of at most 144 pixels, and a
+manifest for each run, are written to the second folder and reused. HOG + SVM trains on all training images (kernel and
+C by 3-fold cross-validation); `vitrail train` uses a tenth of them for validation.
 """
 
 import argparse
@@ -24,25 +23,25 @@ import numpy as np
 from PIL import Image
 
 TEST, POOL, LEAST = 1_000, 3_000, 60
-"""Images to test on, images that training sets are drawn from, and how many a class needs to take part."""
+"""Test images, pool of training images, and minimum number of images per class."""
 SHORTER_SIDE = 144
 SUFFIXES = (".jpg", ".jpeg", ".png")
 
-Drawn = list[tuple[Path, str]]
+Samples = list[tuple[Path, str]]
 
 
-def drawn(by_class: Mapping[str, Sequence[Path]], count: int, chance: random.Random) -> Drawn:
-    """Draw images from every class in turn, as long as it has any."""
-    left = {label: chance.sample(files, len(files)) for label, files in by_class.items()}
-    taken: Drawn = []
-    while len(taken) < count and any(left.values()):
-        for label in chance.sample(sorted(left), len(left)):
-            if left[label] and len(taken) < count:
-                taken.append((left[label].pop(), label))
-    return taken
+def draw(by_class: Mapping[str, Sequence[Path]], count: int, rng: random.Random) -> Samples:
+    """Draw images from the classes in turn, as long as they last."""
+    left = {label: rng.sample(files, len(files)) for label, files in by_class.items()}
+    samples: Samples = []
+    while len(samples) < count and any(left.values()):
+        for label in rng.sample(sorted(left), len(left)):
+            if left[label] and len(samples) < count:
+                samples.append((left[label].pop(), label))
+    return samples
 
 
-def by_class_of(rows: Drawn) -> dict[str, list[Path]]:
+def by_class_of(rows: Samples) -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {}
     for file, label in rows:
         found.setdefault(label, []).append(file)
@@ -50,19 +49,19 @@ def by_class_of(rows: Drawn) -> dict[str, list[Path]]:
 
 
 def prepare(photos: Path, folder: Path, counts: Sequence[int], seeds: int) -> None:
-    """Write the copies and a manifest for every count and seed."""
+    """Write the image copies, and a manifest for every count and seed."""
     listed = [(file, place.name) for place in sorted(photos.iterdir()) if place.is_dir() for file in _images(place)]
     every = {label: files for label, files in by_class_of(listed).items() if len(files) >= LEAST}
     if not every:
         sys.exit(f"no class in {photos} has {LEAST} images")
-    chance = random.Random(0)
-    test = drawn(every, TEST, chance)
+    rng = random.Random(0)
+    test = draw(every, TEST, rng)
     tested = {file for file, _ in test}
     rest = {label: [file for file in files if file not in tested] for label, files in every.items()}
-    pool = by_class_of(drawn(rest, POOL, chance))
+    pool = by_class_of(draw(rest, POOL, rng))
     for count in counts:
         for seed in range(seeds):
-            train = drawn(pool, count, random.Random(1_000 + seed))
+            train = draw(pool, count, random.Random(1_000 + seed))
             rows = [(file, label, "train") for file, label in train] + [(file, label, "test") for file, label in test]
             _write(folder, manifest(folder, count, seed), rows)
 
@@ -119,7 +118,7 @@ def hog_accuracy(place: Path) -> float:
 
 
 def vitrail_accuracy(place: Path, seed: int, device: str) -> float:
-    """Train as the command does, and return the accuracy on the test images."""
+    """Train with the defaults of `vitrail train`, and return the accuracy on the test images."""
     import vitrail
 
     run = vitrail.train(place, changes=[f"seed={seed}"], folder=place.with_suffix(""), device=device)
@@ -127,7 +126,7 @@ def vitrail_accuracy(place: Path, seed: int, device: str) -> float:
 
 
 def _cpu_seconds() -> float:
-    """Return the CPU time of this process and of those that read images for it and have ended."""
+    """Return the CPU time of this process and its finished workers."""
     return sum(os.times()[:4])
 
 
@@ -139,21 +138,21 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", choices=("hog", "vitrail"))
-    asked = parser.parse_args()
-    prepare(asked.photos, asked.folder, asked.images, asked.seeds)
-    for count in asked.images:
+    args = parser.parse_args()
+    prepare(args.photos, args.folder, args.images, args.seeds)
+    for count in args.images:
         reached: dict[str, list[float]] = {}
-        for seed in range(asked.seeds):
-            place = manifest(asked.folder, count, seed)
-            for contestant in ("hog", "vitrail") if asked.only is None else (asked.only,):
-                began = _cpu_seconds()
-                top1 = hog_accuracy(place) if contestant == "hog" else vitrail_accuracy(place, seed, asked.device)
-                seconds = _cpu_seconds() - began
-                found = {"contestant": contestant, "images": count, "seed": seed, "top1": top1, "cpu_s": seconds}
+        for seed in range(args.seeds):
+            place = manifest(args.folder, count, seed)
+            for method in ("hog", "vitrail") if args.only is None else (args.only,):
+                start = _cpu_seconds()
+                top1 = hog_accuracy(place) if method == "hog" else vitrail_accuracy(place, seed, args.device)
+                seconds = _cpu_seconds() - start
+                found = {"method": method, "images": count, "seed": seed, "top1": top1, "cpu_s": seconds}
                 print(json.dumps(found), flush=True)
-                reached.setdefault(contestant, []).append(top1)
-        for contestant, all_of in reached.items():
-            print(f"{count:,} images, {contestant}: {np.mean(all_of):.1%}, mean of {len(all_of)} seeds", flush=True)
+                reached.setdefault(method, []).append(top1)
+        for method, values in reached.items():
+            print(f"{count:,} images, {method}: {np.mean(values):.1%}, mean of {len(values)} seeds", flush=True)
 
 
 if __name__ == "__main__":

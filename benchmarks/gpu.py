@@ -1,29 +1,29 @@
 """Speed and memory on a GPU: ours against timm, torchvision and transformers, each in its best mode, in one run.
 
-    python benchmarks/gpu.py --json gpu.json                                    everything, some minutes a row
+    python benchmarks/gpu.py --json gpu.json                                    everything, a few minutes per row
     python benchmarks/gpu.py --only inference:B/16 training:B/16 --seconds 4    two rows
     python benchmarks/gpu.py --only training:B/16 --checkpointing               one with gradient checkpointing
-    python benchmarks/gpu.py --lab                                              every means by itself, with predictions
+    python benchmarks/gpu.py --lab                                              every kernel by itself, with predictions
     python benchmarks/gpu.py --profile B/16                                     where the time goes
-    python benchmarks/gpu.py --curve 500 --sizes B/16 --seeds 3                 does the fast training path learn alike?
-    python benchmarks/gpu.py --curve 500 --sizes B/16 --starts 2 --nudges 8     and scatter alike, from one start?
-    python benchmarks/gpu.py --device cpu --curve 400 --small --seeds 14        and over many seeds? (40 minutes)
-    python benchmarks/gpu.py --device cpu --curve 300 --small late --seeds 3    and where learning begins late?
-    python benchmarks/gpu.py --device cpu --sizes Ti/16 --batch 2 --seconds 0   does this program run? (minutes)
+    python benchmarks/gpu.py --curve 500 --sizes B/16 --seeds 3                 loss curves of both training paths
+    python benchmarks/gpu.py --curve 500 --sizes B/16 --starts 2 --nudges 8     and their spread from one initialisation
+    python benchmarks/gpu.py --device cpu --curve 400 --small --seeds 14        and over many seeds (40 minutes)
+    python benchmarks/gpu.py --device cpu --curve 300 --small late --seeds 3    and with a late loss drop
+    python benchmarks/gpu.py --device cpu --sizes Ti/16 --batch 2 --seconds 0   smoke test (minutes)
 
-A row is a task and a size. All contestants of a row are made first, then timed in turns, so that a card that slows down
-slows all; the median of the turns counts. After every contestant a line is printed, after every row the table so far,
-and the JSON file is written anew: a run that is cut off leaves what it has. Peers that are not installed are left out
-by name; `--carried FOLDER` unpacks wheels from there first. Inputs are the same for all of a row: bf16 images on the
-device. Peers get bf16 weights for inference, autocast for training, and torch.compile for both.
+A row is a task and a size. All contestants of a row are built first, then timed in turns, so that a GPU that throttles
+slows all of them; the median of the turns counts. A line is printed after every contestant and the table so far after
+every row, and the JSON file is rewritten, so an interrupted run keeps its results. Peers that are not installed are
+skipped by name; `--carried FOLDER` unpacks wheels from there first. Inputs are the same for a whole row: bf16 images on
+the device. Peers get bf16 weights for inference, autocast for training, and torch.compile for both.
 
     img/s     images/s
-    of card   share of the rate at which the card itself multiplies large bf16 matrices, measured at the start; counted
-              are the operations of the whole model (a training step is three forward passes), also where some are saved
-    peak      MiB: weights, optimiser, and what a step takes; not known where a graph is replayed
-    first     seconds of the first step, compilation included
-    error     of the logits beside the same model in float64, as the norm of the difference over the norm
-    top-1     share of images with the first answer of the same model in float64 (means little for random weights)
+    of GPU    model FLOPs as a fraction of the GPU's rate for large bf16 matmuls, measured at the start; counts the
+              operations of the whole model (a training step is three forward passes), even where some are saved
+    peak      MiB: weights, optimizer state and a step's memory; unknown with CUDA graphs
+    first     seconds of the first step, including compilation
+    error     relative error of the logits against the same model in float64
+    top-1     fraction of images with the same top-1 class as in float64 (means little for random weights)
 """
 
 import argparse
@@ -50,7 +50,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# A script's own folder is on the path, the repository's root is not.
+# Python adds a script's own folder to the path, but not the repository root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.gpu_lab import card_rates, run_lab, timed
 from tests.peers import import_peer, scramble
@@ -74,12 +74,12 @@ SIZES = ("B/16", "L/16", "S/16", "Ti/16", "B/16@384")
 TASKS = ("inference", "training")
 BATCH = {"inference": 512, "training": 256}
 SMALLER = {"L/16": 2, "B/16@384": 2}
-"""Sizes whose batches are this many times smaller."""
+"""Sizes with batches smaller by this factor."""
 ROUNDS = 7
 JUDGED = 16
 """Images whose logits are compared with float64."""
 CLASSES = 100
-"""How many classes the loss curve's images have."""
+"""Number of classes for the loss curve."""
 SMALL = {
     "quick": (ViTConfig(image_size=(32, 32), patch_size=(8, 8), width=64, depth=4, heads=1, classes=20), 64, 1e-3),
     "late": (
@@ -88,26 +88,26 @@ SMALL = {
         3e-4,
     ),
 }
-"""Models for the loss curve that a processor trains, with images a step and the learning rate."""
+"""Models for the loss curve on a CPU, with batch size and learning rate."""
 NUDGE = 1e-6
-"""By what share of themselves weights are moved where a start is to be the same but for its last digits."""
+"""Relative perturbation of the initial weights for runs that differ only in rounding."""
 LEARNED = 2.0
-"""The loss that says when a run of the loss curve has learned something; chance is 4.6 for 100 classes."""
+"""The loss below which a run counts as having learned; chance is 4.6 for 100 classes."""
 SMOOTHED = 10
-"""Over how many steps that loss is averaged."""
+"""Number of steps to average that loss over."""
 BF16 = torch.bfloat16
 EAGER = "eager"
-"""Not compiled. Some versions of transformers make an attention mask while they are compiled, which shuts fast kernels
-out (5.17 does, 5.22 does not)."""
+"""Not compiled. Some versions of transformers build an attention mask under torch.compile, which rules out fast kernels
+(5.17 does, 5.22 does not)."""
 GRAPHS = "reduce-overhead"
-"""The mode of torch.compile that records and replays CUDA graphs."""
+"""The torch.compile mode that uses CUDA graphs."""
 TUNED, TUNED_GRAPHS = "max-autotune-no-cudagraphs", "max-autotune"
-"""Those that try many kernels for each product, without graphs and with them."""
+"""The modes that autotune matmul kernels, without and with CUDA graphs."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A task and a size, and what every contestant of it gets."""
+    """A task and a size, with the inputs that all its contestants get."""
 
     task: str
     size: str
@@ -115,30 +115,30 @@ class Row:
     images: Tensor
     labels: Tensor
     rate: float = 1e-4
-    """At which it learns."""
+    """Learning rate."""
     checkpointing: bool = False
-    """Whether training computes activations again on the way back."""
+    """Whether training uses gradient checkpointing."""
 
     @property
     def device(self) -> torch.device:
-        """Where the images are."""
+        """The device of the images."""
         return self.images.device
 
 
 @dataclass
 class Ready:
-    """A contestant, made."""
+    """A contestant that is ready to run."""
 
     step: Callable[[], object]
     logits: Callable[[Tensor], Tensor]
     held: int
-    """Bytes of weights and, when training, of the optimiser."""
+    """Bytes of weights and, in training, optimizer state."""
     replayed: bool = False
 
 
 @dataclass
 class Result:
-    """What became of a contestant."""
+    """The result of a contestant."""
 
     task: str
     size: str
@@ -147,7 +147,7 @@ class Result:
     images_per_second: float
     slowest: float
     fastest: float
-    share_of_card: float
+    fraction_of_gpu: float
     peak_mib: float | None
     first_seconds: float
     error: float | None
@@ -197,7 +197,7 @@ def of_torchvision(row: Row, _: ViT | None) -> nn.Module:
 
 
 class LogitsOnly(nn.Module):
-    """A model of transformers that returns a tensor."""
+    """A transformers model that returns a tensor."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ PEERS: dict[str, Callable[[Row, ViT | None], nn.Module]] = {
 
 
 def compiled(model: nn.Module, device: torch.device, mode: str | None = None) -> Callable[[Tensor], Tensor]:
-    """Compile a model; on a CPU without making code, which would take longer than all else."""
+    """Compile a model; on a CPU without code generation, which would dominate the run time."""
     if mode == EAGER:
         return cast("Callable[[Tensor], Tensor]", model)
     if device.type == "cpu":
@@ -241,7 +241,7 @@ def compiled(model: nn.Module, device: torch.device, mode: str | None = None) ->
 
 
 def answering(row: Row, model: nn.Module, mode: str | None = None) -> Ready:
-    """Make a plain model ready: bf16 weights, compiled."""
+    """Prepare a plain model: bf16 weights, compiled."""
     model = model.to(row.device, BF16).eval().requires_grad_(False)
     call = compiled(model, row.device, mode)
 
@@ -253,13 +253,13 @@ def answering(row: Row, model: nn.Module, mode: str | None = None) -> Ready:
 
 
 def fast(row: Row, model: ViT, numbers: EncoderPrecision, *, graphs: bool = False, merge: int | Merging = 0) -> Ready:
-    """Make what `vitrail.accelerate` makes on a CUDA device, on any."""
+    """Build what `vitrail.accelerate` builds on CUDA, on any device."""
     call = Accelerated(FastModel(model.to(row.device), numbers, merge=merge), row.device, graphs=graphs)
     return Ready(lambda: call(row.images), call, held(call.model), replayed=graphs)
 
 
 def low(row: Row, model: ViT, **changes: Any) -> EncoderPrecision:
-    """Return fp8 numbers that are chosen by some of the row's images."""
+    """Return fp8 settings calibrated on some of the row's images."""
     like = next(model.to(row.device).parameters())
     numbers = EncoderPrecision(**changes)
     inputs = calibrate(model, row.images[:64].to(like.dtype), low=numbers.low, spared=numbers.spared)
@@ -267,7 +267,7 @@ def low(row: Row, model: ViT, **changes: Any) -> EncoderPrecision:
 
 
 def learning(row: Row, trained: nn.Module, forward: nn.Module, mode: str | None = None) -> Ready:
-    """Make a training step: autocast, cross-entropy, fused AdamW."""
+    """Build a training step: autocast, cross-entropy, fused AdamW."""
     call = compiled(forward.to(row.device).train(), row.device, mode)
     optimizer = torch.optim.AdamW(trained.parameters(), row.rate, weight_decay=0.05, fused=True)
 
@@ -282,7 +282,7 @@ def learning(row: Row, trained: nn.Module, forward: nn.Module, mode: str | None 
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    # AdamW keeps two numbers for each parameter.
+    # AdamW's state is two values per parameter.
     return Ready(step, logits, 3 * held(trained), replayed=mode in (GRAPHS, TUNED_GRAPHS))
 
 
@@ -292,14 +292,14 @@ def learning_plainly(row: Row, model: nn.Module, mode: str | None = None) -> Rea
 
 
 def learning_fast(row: Row, model: ViT, mode: str | None = None) -> Ready:
-    """Make our own training path, as `vitrail train` does when it compiles on a GPU."""
+    """Build our fused training path, as `vitrail train` uses with compile on a GPU."""
     model = model.to(row.device).train()
     short = can_fuse(row.config) and (can_checkpoint() or not row.checkpointing)
     return learning(row, model, FusedTraining(model) if short else model, mode)
 
 
 def contestants(options: argparse.Namespace, weights: ViT | None) -> dict[str, dict[str, Maker]]:
-    """Return who takes part in which task, in the order they are made: the ones that matter most come first."""
+    """Return the contestants of each task, the most important first."""
 
     def peer(name: str, mode: str | None = None) -> Maker:
         return lambda row: answering(row, PEERS[name](row, weights), mode)
@@ -349,27 +349,27 @@ def contestants(options: argparse.Namespace, weights: ViT | None) -> dict[str, d
     }
     if not any(found[task] for task in options.tasks):
         names = dict.fromkeys(name for task in options.tasks for name in chosen[task])
-        raise ConfigError(f"no contestant is called {' or '.join(options.contestants)}; there are {', '.join(names)}")
+        raise ConfigError(f"no contestant matches {' or '.join(options.contestants)}; choose from {', '.join(names)}")
     return found
 
 
-# ── measuring ──
+# ── timing ──
 
 
 def held(*models: nn.Module) -> int:
-    """Return the bytes of some models' parameters and buffers, those that they share once."""
+    """Return the bytes of the models' parameters and buffers, counting shared ones once."""
     tensors = {tensor for model in models for tensor in (*model.parameters(), *model.buffers())}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def measure(row: Row, makers: dict[str, Maker], options: argparse.Namespace, rate: float) -> Iterator[Result]:
-    """Make every contestant of a row, then time them in turns."""
+    """Build every contestant of a row, then time them in turns."""
     ready: dict[str, Ready] = {}
     first: dict[str, float] = {}
-    judged: dict[str, tuple[float | None, float | None]] = {}
+    errors: dict[str, tuple[float | None, float | None]] = {}
     for name, make in makers.items():
         if time.perf_counter() > options.deadline:
-            print(f"  {name}: left out, no time is left", flush=True)
+            print(f"  {name}: skipped, the time limit is reached", flush=True)
             continue
         try:
             start = time.perf_counter()
@@ -379,30 +379,30 @@ def measure(row: Row, makers: dict[str, Maker], options: argparse.Namespace, rat
             made.step()
             synchronise(row.device)
             first[name] = time.perf_counter() - built
-            judged[name] = judge(row, name, made, options.weights_model)
+            errors[name] = judge(row, name, made, options.weights_model)
             once = timed(made.step, 2, row.device)
             ready[name] = made
             print(
-                f"  {name}: made in {built - start:.1f} s, first step {first[name]:.1f} s, then"
-                f" {len(row.images) / once:,.0f} img/s; error {show(judged[name][0], '.1e')}",
+                f"  {name}: built in {built - start:.1f} s, first step {first[name]:.1f} s, then"
+                f" {len(row.images) / once:,.0f} img/s; error {show(errors[name][0], '.1e')}",
                 flush=True,
             )
         except ModuleNotFoundError as error:
-            print(f"  {name}: left out, {error.name} is not installed; pip install '.[test]' brings it", flush=True)
-        except Exception as error:  # whatever a peer or a kernel does wrong must not end the run
-            print(f"  {name}: left out, {type(error).__name__}: {str(error).splitlines()[0][:150]}", flush=True)
+            print(f"  {name}: skipped, {error.name} is not installed; pip install '.[test]'", flush=True)
+        except Exception as error:  # a failing peer or kernel must not end the run
+            print(f"  {name}: skipped, {type(error).__name__}: {str(error).splitlines()[0][:150]}", flush=True)
     times = take_turns(row, ready, options.seconds)
     flops = cost(row.config).flops * (3 if row.task == "training" else 1)
     for name, made in ready.items():
         count, middle = len(row.images), statistics.median(times[name])
         yield Result(
             row.task, row.size, count, name, count / middle, count / max(times[name]), count / min(times[name]),
-            flops * count / middle / rate, peak(row, made), first[name], *judged[name],
+            flops * count / middle / rate, peak(row, made), first[name], *errors[name],
         )  # fmt: skip
 
 
 def take_turns(row: Row, ready: dict[str, Ready], seconds: float) -> dict[str, list[float]]:
-    """Return the seconds of a step, several times for each, forwards and backwards in turn."""
+    """Return several step times for each contestant, alternating the order."""
     steps = {name: max(1, int(seconds / ROUNDS / timed(made.step, 1, row.device))) for name, made in ready.items()}
     times: dict[str, list[float]] = {name: [] for name in ready}
     for number in range(ROUNDS):
@@ -412,23 +412,23 @@ def take_turns(row: Row, ready: dict[str, Ready], seconds: float) -> dict[str, l
 
 
 def judge(row: Row, name: str, made: Ready, weights: ViT | None) -> tuple[float | None, float | None]:
-    """Return how far the logits are from float64's, and how often the first answer is the same.
+    """Return the relative error of the logits against float64, and the top-1 agreement.
 
-    Training contestants have taken a step by now, so that their weights are their own; they are judged by tests.
+    Training contestants have taken a step by now, so that their weights are their own; they are errors by tests.
     """
     if row.task == "training":
         return None, None
     model: nn.Module = ours(row, weights) if name.startswith("vitrail") else PEERS[name.split()[0]](row, weights)
     with torch.inference_mode():
         exact = model.to(row.device).double().eval()(row.images[:JUDGED].double())
-    # The whole batch, so that nothing is compiled again.
+    # Use the whole batch to avoid recompilation.
     found = made.logits(row.images)[:JUDGED].double()
     same = (found.argmax(dim=-1) == exact.argmax(dim=-1)).double().mean()
     return float((found - exact).norm() / exact.norm()), float(same)
 
 
 def peak(row: Row, made: Ready) -> float | None:
-    """Return the peak of one step in MiB: what the contestant holds, and what the step adds to what was there."""
+    """Return the peak memory of one step in MiB: the contestant's own, plus what the step adds."""
     if row.device.type != "cuda" or made.replayed:
         return None
     torch.cuda.synchronize()
@@ -444,10 +444,10 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-# ── what is printed ──
+# ── output ──
 
 HEADER = (
-    f"{'task':9} {'size':8} {'batch':>5} {'contestant':29} {'img/s':>8} {'to timm':>7} {'of card':>7} {'peak':>7}"
+    f"{'task':9} {'size':8} {'batch':>5} {'contestant':29} {'img/s':>8} {'to timm':>7} {'of GPU':>7} {'peak':>7}"
     f" {'first':>6} {'error':>7} {'top-1':>6}"
 )
 
@@ -465,13 +465,13 @@ def line(result: Result, results: list[Result]) -> str:
     ratio = result.images_per_second / max(timm) if timm else None
     return (
         f"{result.task:9} {result.size:8} {result.batch:5} {result.name:29} {result.images_per_second:8,.0f}"
-        f" {show(ratio, '.2f'):>7} {result.share_of_card:7.2f} {show(result.peak_mib, ',.0f'):>7}"
+        f" {show(ratio, '.2f'):>7} {result.fraction_of_gpu:7.2f} {show(result.peak_mib, ',.0f'):>7}"
         f" {result.first_seconds:6.1f} {show(result.error, '.1e'):>7} {show(result.same_top1, '.3f'):>6}"
     )
 
 
 def keep(record: dict[str, Any], results: list[Result], path: Path | None) -> None:
-    """Print the table so far, and write everything to the file."""
+    """Print the table so far, and write all results to the file."""
     print(f"\n{HEADER}")
     for result in results:
         print(line(result, results))
@@ -485,11 +485,11 @@ def write(record: dict[str, Any], path: Path | None) -> None:
         path.write_text(json.dumps(record, indent=2) + "\n")
 
 
-# ── other questions ──
+# ── profiles and loss curves ──
 
 
 def profile(row: Row, makers: dict[str, Maker]) -> None:
-    """Print which kernels a few steps of our contestants spend their time in."""
+    """Print a kernel profile of a few steps of our contestants."""
     from torch.profiler import ProfilerActivity
 
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if row.device.type == "cuda" else [])
@@ -510,11 +510,11 @@ def profile(row: Row, makers: dict[str, Maker]) -> None:
 
 
 Losses = dict[str, list[list[float]]]
-"""For each way to train, for each seed, the loss of every step."""
+"""For each training path and seed, the loss of every step."""
 
 
 def curve(row: Row, steps: int, seeds: int) -> Iterator[Losses]:
-    """Train plainly and by our fast path from the same weights, several times; give what is known after every run.
+    """Train with the plain and the fused path from the same weights, several times; yield the losses after every run.
 
     Images of a class have a pattern of their own under noise. Plain runs with other batches of such images, and
     from weights that differ in their last digits, show how far two runs may lie apart.
@@ -529,7 +529,7 @@ def curve(row: Row, steps: int, seeds: int) -> Iterator[Losses]:
 
 
 def compare(losses: Losses) -> None:
-    """Print the mean loss of each tenth, and what differs from the plain run, with the standard error of its mean."""
+    """Print the mean loss of each tenth, and the difference from the plain run with its standard error."""
     steps = len(losses["plain"][0])
     length = max(1, steps // 10)
     for number in range(0, steps, length):
@@ -543,7 +543,7 @@ def compare(losses: Losses) -> None:
 
 
 def scatter(row: Row, steps: int, starts: list[int], nudges: int, size: float) -> Iterator[list[dict[str, Any]]]:
-    """Train from each start plainly and by our fast path, then several times from weights moved a little, by chance."""
+    """Train from each initialisation with both paths, then several times from slightly perturbed weights."""
     runs: list[dict[str, Any]] = []
     for start in starts:
         for number in range(nudges + 1):
@@ -566,7 +566,7 @@ def when_learned(losses: list[float]) -> str:
 def learned(
     row: Row, steps: int, seed: int, way: str, nudge: float = 0.0, told: torch.Generator | None = None
 ) -> list[float]:
-    """Return the losses of one run, from weights moved by so much of themselves, as a generator draws."""
+    """Return the losses of one run, from randomly perturbed initial weights."""
     nudge = NUDGE if way == "nudged" else nudge
     noise = torch.Generator(row.device).manual_seed(seed)
     classes = min(CLASSES, row.config.classes)
@@ -578,7 +578,7 @@ def learned(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1 + nudge * torch.randn(parameter.shape, generator=told))
-    mode = EAGER if row.device.type == "cpu" else None  # there is no time to win
+    mode = EAGER if row.device.type == "cpu" else None  # compiling does not pay off
     made = learning_fast(row, model, mode) if way == "fast" else learning_plainly(row, model, mode)
     for number in range(steps):
         at = number * 7 if way == "other batches" else number
@@ -590,7 +590,7 @@ def learned(
 
 
 def small_row(device: torch.device, kind: str = "quick") -> Row:
-    """Return a task that a processor learns, in a minute or, with a late beginning, in some."""
+    """Return a task that a CPU learns in about a minute; `late` takes a few."""
     config, batch, rate = SMALL[kind]
     images = torch.zeros(batch, config.channels, *config.image_size, dtype=BF16, device=device)
     return Row("training", kind, config, images, torch.zeros(batch, dtype=torch.int64, device=device), rate=rate)
@@ -603,13 +603,13 @@ def config_of(size: str) -> ViTConfig:
     """Return the config of a size, such as B/16 or B/16@384."""
     name, at, pixels = size.partition("@")
     if at and not pixels.isdecimal():
-        raise ConfigError(f"{size!r} is no size; behind the @ there is a number of pixels, such as B/16@384")
+        raise ConfigError(f"{size!r} is not a size; write the image size after the @, such as B/16@384")
     config = variant_config(name)
     return config.replace(image_size=(int(pixels), int(pixels))) if pixels else config
 
 
 def make_row(task: str, size: str, options: argparse.Namespace) -> Row:
-    """Return images and labels for a size, the same every time."""
+    """Return deterministic images and labels for a size."""
     config = options.weights_model.config if options.weights_model is not None else config_of(size)
     batch = options.batch or BATCH[task] // SMALLER.get(size, 1)
     generator = torch.Generator().manual_seed(0)
@@ -644,7 +644,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def unpack(folder: Path) -> None:
-    """Make the wheels of a folder importable, behind what is installed."""
+    """Make the wheels in a folder importable, after installed packages."""
     where = tempfile.mkdtemp()
     for wheel in sorted(folder.glob("*.whl")):
         with zipfile.ZipFile(wheel) as packed:
@@ -654,43 +654,44 @@ def unpack(folder: Path) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare our speed on a GPU with the other libraries'.")
-    parser.add_argument("--device", help="where (default: cuda)")
+    parser.add_argument("--device", help="device (default: cuda)")
     parser.add_argument("--sizes", nargs="+", help=f"such as B/16 or B/16@384 (default: {' '.join(SIZES)})")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--only", nargs="+", default=[], help="rows, such as inference:B/16 (default: all)")
     parser.add_argument(
-        "--contestants", nargs="+", default=[""], help="patterns of names, such as timm 'vitrail bf16$'"
+        "--contestants", nargs="+", default=[""], help="regular expressions of names, such as timm 'vitrail bf16$'"
     )
     usual = ", ".join(f"{count} for {task}" for task, count in BATCH.items())
-    parser.add_argument("--batch", type=int, help=f"images a step (default: {usual}, half for {' and '.join(SMALLER)})")
-    parser.add_argument(
-        "--checkpointing", action="store_true", help="training computes activations again on the way back"
-    )
-    parser.add_argument("--seconds", type=float, default=4.0, help="of timing for each contestant of a row")
-    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further contestant is made")
-    parser.add_argument(
-        "--weights", help="a trained model of ours, for a meaningful error: anything vitrail.load opens"
-    )
+    parser.add_argument("--batch", type=int, help=f"batch size (default: {usual}, half for {' and '.join(SMALLER)})")
+    parser.add_argument("--checkpointing", action="store_true", help="train with gradient checkpointing")
+    parser.add_argument("--seconds", type=float, default=4.0, help="seconds of timing per contestant")
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further contestant is built")
+    parser.add_argument("--weights", help="a trained model, for a meaningful error: anything vitrail.load opens")
     parser.add_argument("--images", type=Path, help="an .npy file of uint8 images (N, C, H, W) to go with it")
     parser.add_argument("--carried", type=Path, help="a folder of wheels of peers that are not installed")
     parser.add_argument("--json", type=Path, help="also write the results to this file, after every row")
     parser.add_argument(
-        "--lab", action="store_true", help="time every means by itself, at the shapes of the first size"
+        "--lab", action="store_true", help="time every kernel by itself, at the shapes of the first size"
     )
-    parser.add_argument("--profile", help="a size: print where the time goes")
-    parser.add_argument("--curve", type=int, help="train for so many steps, plainly and by the fast path")
+    parser.add_argument("--profile", help="a size: print a kernel profile")
+    parser.add_argument("--curve", type=int, help="number of steps to train with the plain and the fused path")
     parser.add_argument(
         "--small", nargs="?", const="quick", choices=SMALL,
-        help="with --curve: a small model, which a processor trains; `late` learns nothing for its first 100 steps",
+        help="with --curve: a small model for a CPU; `late` learns nothing for its first 100 steps",
     )  # fmt: skip
-    parser.add_argument("--seeds", type=int, help="with --curve: how often, each time from other weights (default: 1)")
-    parser.add_argument("--starts", type=int, nargs="+", help="with --curve: from which weights, in place of --seeds")
-    parser.add_argument("--nudges", type=int, help="with --starts: how many times besides, from weights moved a little")
+    parser.add_argument("--seeds", type=int, help="with --curve: number of initialisations (default: 1)")
     parser.add_argument(
-        "--nudge", type=float, help=f"with --nudges: by about which share of themselves (default: {NUDGE:g})"
+        "--starts", type=int, nargs="+", help="with --curve: seeds of the initial weights, instead of --seeds"
+    )
+    parser.add_argument("--nudges", type=int, help="with --starts: number of extra runs from perturbed weights")
+    parser.add_argument(
+        "--nudge", type=float, help=f"with --nudges: relative size of the perturbation (default: {NUDGE:g})"
     )
     parser.add_argument(
-        "--short", type=int, default=short_attention.MAX_TOKENS, help="tokens up to which our own attention is trained"
+        "--short",
+        type=int,
+        default=short_attention.MAX_TOKENS,
+        help="use our short-attention kernel in training up to this many tokens",
     )
     options = parser.parse_args()
     if options.checkpointing and ("training" not in options.tasks or options.curve is not None):
@@ -708,22 +709,22 @@ def parse() -> argparse.Namespace:
     if options.nudges is not None and (not options.starts or options.nudges < 0):
         parser.error("--nudges is how often runs from --starts are repeated; give those, and 0 or more")
     if options.nudge is not None and (not options.nudges or not 0 < options.nudge < 1):
-        parser.error(f"--nudge is how far --nudges go; give those, and a share between 0 and 1, such as {NUDGE:g}")
+        parser.error(f"--nudge is the size of --nudges; give those, and a fraction between 0 and 1, such as {NUDGE:g}")
     if options.small and (options.sizes or options.batch or options.weights):
         parser.error("--small is a model of its own; leave --sizes, --batch and --weights out")
     if options.json and (options.json.is_dir() or not options.json.parent.is_dir()):
-        parser.error(f"--json {options.json} is no file in a folder that exists; make {options.json.parent} first")
+        parser.error(f"--json {options.json} is not a file in an existing folder; create {options.json.parent} first")
     if options.images and not (options.weights and options.images.is_file()):
-        parser.error(f"--images {options.images}: give an .npy file that exists, and --weights to go with it")
+        parser.error(f"--images {options.images}: give an existing .npy file, and --weights")
     if options.carried and not options.carried.is_dir():
-        parser.error(f"--carried {options.carried} is no folder")
+        parser.error(f"--carried {options.carried} is not a folder")
     if not math.isfinite(options.seconds) or options.seconds < 0:
         parser.error(f"--seconds is {options.seconds}; give 0 or more")
     for pattern in options.contestants:
         try:
             re.compile(pattern)
         except re.error as error:
-            parser.error(f"--contestants {pattern!r} is no regular expression: {error}")
+            parser.error(f"--contestants {pattern!r} is not a regular expression: {error}")
     short_attention.MAX_TOKENS = options.short
     if options.device is None and not torch.cuda.is_available():
         parser.error("no CUDA device was found; see that the program runs with --device cpu, as its first lines say")
@@ -731,9 +732,7 @@ def parse() -> argparse.Namespace:
     sizes = options.sizes or SIZES
     for row in options.only:
         if row not in [f"{task}:{size}" for task in options.tasks for size in sizes]:
-            parser.error(
-                f"no row is called {row!r}; there is a task, a colon and a size, such as {TASKS[0]}:{sizes[0]}"
-            )
+            parser.error(f"there is no row {row!r}; write a task, a colon and a size, such as {TASKS[0]}:{sizes[0]}")
     options.deadline = time.perf_counter() + options.limit
     options.weights_model = options.preprocess = None
     if options.weights:
@@ -741,7 +740,7 @@ def parse() -> argparse.Namespace:
             parser.error("--weights are of one size, which --sizes, --only and --profile cannot change; leave them out")
         bundle = vitrail.load(options.weights)
         if not bundle.model.config.classes:
-            parser.error(f"--weights {options.weights} have no head, so there are no answers to compare; give others")
+            parser.error(f"--weights {options.weights} have no head, so there are no logits to compare; use others")
         options.weights_model, options.preprocess = bundle.model.eval(), bundle.preprocess
         options.sizes = ["given"]
     options.sizes = options.sizes or list(SIZES)
@@ -752,7 +751,7 @@ def main() -> None:
     options = parse()
     if options.carried:
         unpack(options.carried)
-    # Models of one library share their code; each counts as compiled again.
+    # Models of one library share their code, so each counts as a recompilation.
     torch._dynamo.config.recompile_limit = 64
     record: dict[str, Any] = {"environment": environment(options.device)}
     print(", ".join(f"{key} {value}" for key, value in record["environment"].items()), flush=True)
@@ -788,7 +787,7 @@ def main() -> None:
         row = make_row(task, size, options)
         print(f"{task} {size}, batch {len(row.images)}", flush=True)
         if task == "inference" and not (can_fold(row.config) and can_quantise(row.config)):
-            print("  not a model that the fast encoder knows", flush=True)
+            print("  not supported by the fast encoder", flush=True)
         results += measure(row, makers[task], options, rates["bf16 TFLOP/s"] * 1e12)
         keep(record, results, options.json)
         torch.compiler.reset()

@@ -1,4 +1,4 @@
-"""Every means of the fast encoder by itself, with what was predicted beside what came out; `benchmarks/gpu.py --lab`.
+"""Every kernel of the fast encoder by itself, predicted vs. measured time; `benchmarks/gpu.py --lab`.
 
 A prediction is the larger of two times: bytes moved over the card's copy rate, which is measured when a run starts, and
 operations over the rate that products of these shapes were seen at before (benchmarks/lab-gpu.md).
@@ -29,13 +29,13 @@ from vitrail.models.vit import ViT
 
 BF16 = torch.bfloat16
 SEEN = {"bf16": 584e12, "fp8": 990e12}
-"""Operations a second at a ViT's shapes: the middle of what was measured before (532 to 635, and 808 to 1,172)."""
+"""FLOP/s at a ViT's shapes: midpoints of earlier measurements (532 to 635, and 808 to 1,172)."""
 ATTENTION = {"cudnn": 0.37, "flash": 0.48, "efficient": 0.84}
-"""Milliseconds of one layer's attention, B/16, 512 images, as measured before."""
+"""Milliseconds of one layer's attention, B/16, 512 images, from earlier measurements."""
 
 
 class Candidate(NamedTuple):
-    """One thing to time."""
+    """An operation to time."""
 
     name: str
     run: Callable[[], object]
@@ -44,11 +44,11 @@ class Candidate(NamedTuple):
     flops: float = 0.0
     kind: str = "bf16"
     predicted: float | None = None
-    """Milliseconds, where a prediction comes from elsewhere."""
+    """Milliseconds, if the prediction comes from elsewhere."""
 
 
 def timed(run: Callable[[], object], steps: int, device: torch.device) -> float:
-    """Return the seconds of one call, averaged over some."""
+    """Return the mean seconds per call."""
     if device.type != "cuda":
         start = time.perf_counter()
         for _ in range(steps):
@@ -65,7 +65,7 @@ def timed(run: Callable[[], object], steps: int, device: torch.device) -> float:
 
 
 def median_time(run: Callable[[], object], device: torch.device) -> float:
-    """Warm up, then return the median of some timings."""
+    """Warm up, then return the median of several timings."""
     for _ in range(3 if device.type == "cuda" else 1):
         run()
     steps = max(1, min(50, int(0.02 / max(timed(run, 1, device), 1e-6))))
@@ -73,10 +73,10 @@ def median_time(run: Callable[[], object], device: torch.device) -> float:
 
 
 def card_rates(device: torch.device) -> dict[str, float]:
-    """Measure how fast the device multiplies and copies, on random numbers."""
+    """Measure the device's matmul and copy rates on random data."""
     side = 8192 if device.type == "cuda" else 256
     a, b = (torch.randn(side, side, device=device, dtype=BF16) for _ in range(2))
-    for _ in range(20 if device.type == "cuda" else 1):  # long enough to reach the clock that it keeps up
+    for _ in range(20 if device.type == "cuda" else 1):  # long enough to reach a steady clock
         a @ b
     rates = {"bf16 TFLOP/s": 2 * side**3 / median_time(lambda: a @ b, device) / 1e12}
     source = torch.randn(2**30 if device.type == "cuda" else 2**16, device=device)
@@ -97,14 +97,14 @@ def card_rates(device: torch.device) -> dict[str, float]:
 def run_lab(
     config: ViTConfig, batch: int, device: torch.device, rates: dict[str, float]
 ) -> Iterator[dict[str, float | str | None]]:
-    """Time every candidate; print each as soon as it is known."""
-    print(f"\n{'candidate':44} {'predicted ms':>12} {'found ms':>9} {'GB/s':>7} {'TFLOP/s':>8}")
+    """Time every candidate, and print each result immediately."""
+    print(f"\n{'candidate':44} {'predicted ms':>12} {'measured':>9} {'GB/s':>7} {'TFLOP/s':>8}")
     for make in (row_passes, activations, bf16_products, fp8_products, attentions, stems, copies, whole_models):
         try:
             for candidate in make(config, batch, device):
                 yield measure(candidate, device, rates)
-        except Exception as error:  # what one group does wrong must not cost the others
-            print(f"{make.__name__}: left out from here, {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+        except Exception as error:  # a failing group must not affect the others
+            print(f"{make.__name__}: skipped from here on, {type(error).__name__}: {str(error).splitlines()[0][:200]}")
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -117,7 +117,7 @@ def measure(candidate: Candidate, device: torch.device, rates: dict[str, float])
     try:
         seconds = median_time(candidate.run, device)
     except Exception as error:
-        print(f"{candidate.name:44} left out, {type(error).__name__}: {str(error).splitlines()[0][:150]}", flush=True)
+        print(f"{candidate.name:44} skipped, {type(error).__name__}: {str(error).splitlines()[0][:150]}", flush=True)
         return {"name": candidate.name, "predicted_ms": predicted, "found_ms": None, "why": str(error)[:500]}
     print(
         f"{candidate.name:44} {'-' if predicted is None else format(predicted, '.3f'):>12} {seconds * 1e3:9.3f}"
@@ -134,7 +134,7 @@ def measure(candidate: Candidate, device: torch.device, rates: dict[str, float])
 
 
 def predict(config: ViTConfig, batch: int, copied: float, numbers: EncoderPrecision) -> float:
-    """Return the milliseconds predicted for the encoder: its passes and products, one after another.
+    """Return the predicted milliseconds of the encoder: its elementwise kernels and matmuls in sequence.
 
     `copied` is the copy rate in bytes a second. For models of which the head reads one token.
     """
@@ -142,7 +142,7 @@ def predict(config: ViTConfig, batch: int, copied: float, numbers: EncoderPrecis
     spared = min(numbers.spared, config.depth - 1) if low else 0
     seconds = spared * _block_seconds(config, batch, copied, numbers, frozenset())
     seconds += (config.depth - 1 - spared) * _block_seconds(config, batch, copied, numbers, low)
-    # The last one: keys and values, its first norm, and one look at them.
+    # The last block: keys and values, its first norm, and attention of one token.
     M, D = batch * config.tokens, config.width
     products = 2.0 * M * D * config.heads * config.head_width * 2 / SEEN["fp8" if "qkv" in low else "bf16"]
     return 1e3 * (seconds + products + M * D * (_first_norm(low) + 4) / copied)
@@ -168,7 +168,7 @@ def _block_seconds(
 
 
 def _first_norm(low: frozenset[str]) -> int:
-    """Return bytes for each number: read in bf16, and written; a branch read and the stream written if there is one."""
+    """Return bytes per element: read in bf16, and written; a branch read and the stream written if there is one."""
     return 2 + (4 if "fc2" in low else 0) + (1 if "qkv" in low else 2)
 
 
@@ -184,7 +184,7 @@ def compiled(function: Callable[..., Any], device: torch.device) -> Callable[...
 
 
 def row_passes(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candidate]:
-    """LayerNorm in all its forms. What goes in and out in bf16 is two bytes a number, in fp8 one."""
+    """LayerNorm in all its variants; bf16 moves two bytes per element, fp8 one."""
     M, D = batch * config.tokens, config.width
     x, branch, shift = random(M, D, device=device), random(M, D, device=device), torch.randn(D, device=device)
     weight, bias = (random(D, device=device) for _ in range(2))
@@ -209,7 +209,7 @@ def row_passes(config: ViTConfig, batch: int, device: torch.device) -> Iterator[
 
 
 def activations(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candidate]:
-    """GELU as a pass of its own."""
+    """GELU as a separate kernel."""
     x = random(batch * config.tokens, config.mlp_hidden, device=device)
     n = float(x.numel())
     exact, tanh = compiled(F.gelu, device), compiled(lambda x: F.gelu(x, approximate="tanh"), device)
@@ -223,7 +223,7 @@ def activations(config: ViTConfig, batch: int, device: torch.device) -> Iterator
 
 
 def shapes(config: ViTConfig) -> dict[str, tuple[int, int]]:
-    """Return outputs and inputs of a block's four products."""
+    """Return outputs and inputs of a block's four matmuls."""
     inner = config.heads * config.head_width
     sizes = ((3 * inner, config.width), (config.width, inner), (config.mlp_hidden, config.width))
     return dict(zip(MATMULS, (*sizes, (config.width, config.mlp_hidden)), strict=True))
@@ -235,7 +235,7 @@ def weights(outputs: int, inputs: int, device: torch.device) -> Affine:
 
 
 def bf16_products(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candidate]:
-    """The four products plainly, and with what follows them in the same kernel."""
+    """The four matmuls, plain and fused with what follows them."""
     M = batch * config.tokens
     for name, (outputs, inputs) in shapes(config).items():
         product, x = Matmul(weights(outputs, inputs, device), BF16), random(M, inputs, device=device)
@@ -257,7 +257,7 @@ def bf16_products(config: ViTConfig, batch: int, device: torch.device) -> Iterat
 
 
 def fp8_products(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candidate]:
-    """The four products in fp8, with one scale for a matrix or one for each of its rows."""
+    """The four matmuls in fp8, with one scale per matrix or per row."""
     M = batch * config.tokens
     for name, (outputs, inputs) in shapes(config).items():
         folded, x = weights(outputs, inputs, device), elementwise.to_fp8(torch.randn(M, inputs, device=device), 0.01)
@@ -275,7 +275,7 @@ def fp8_products(config: ViTConfig, batch: int, device: torch.device) -> Iterato
 
 
 def attentions(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candidate]:
-    """Attention of one layer by each kernel, forwards and backwards, and of one token only."""
+    """Attention of one layer with each kernel, forward and backward, and for one token only."""
     shape = (batch, config.tokens, 3, config.heads, config.head_width)
     flops = 4.0 * batch * config.heads * config.tokens**2 * config.head_width
     qkv = random(*shape, device=device)
@@ -293,7 +293,7 @@ def attentions(config: ViTConfig, batch: int, device: torch.device) -> Iterator[
 
     for name, kernel in kernels.items():
         chosen = sdpa_kernel(kernel) if device.type == "cuda" else contextlib.nullcontext()
-        with chosen:  # also around the timing, which happens before the next one is asked for
+        with chosen:  # stays active during the timing, which happens before the next candidate is requested
             predicted = ATTENTION[name] if known else None
             yield Candidate(f"attention, {name}", lambda: attend(qkv), flops=flops, predicted=predicted)
             yield Candidate(f"attention of one token, {name}", lambda: attend(qkv, 1), moved=4.0 * qkv.numel() / 3)
@@ -322,7 +322,7 @@ def stems(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candi
         return stem(images)  # type: ignore[no-any-return]
 
     yield Candidate("stem, the model's own", usual, moved=2.0 * images.numel() + 10 * tokens)
-    # Images are read and written as patches, patches read, tokens written, read and written.
+    # Images are read and written as patches; patches are read; tokens are written, read and written.
     yield Candidate("stem, one product", ours, moved=6.0 * images.numel() + 6 * tokens)
     cut = partial(elementwise.cut_patches, images, config.patch_size, BF16, before=config.layout.patches.start)
     yield Candidate("stem, patches cut", cut, moved=4.0 * images.numel())
@@ -331,7 +331,7 @@ def stems(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candi
 
 
 def copies(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candidate]:
-    """Images on their way to the device: bytes, normalised there, or float32, normalised here."""
+    """Copying images to the device: uint8, normalised there, or float32, normalised on the host."""
     shape = (batch, config.channels, *config.image_size)
     there = device.type == "cuda"
     small, large = torch.randint(0, 256, shape, dtype=torch.uint8), torch.randn(shape)
@@ -339,23 +339,23 @@ def copies(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Cand
         small, large = small.pin_memory(), large.pin_memory()
     mean, deviation = (torch.full((1, config.channels, 1, 1), value, device=device) for value in (127.5, 64.0))
     normalise = compiled(lambda x: ((x.float() - mean) / deviation).to(BF16), device)
-    lane = 50e9  # bytes a second over PCIe 5
+    pcie = 50e9  # bytes/s over PCIe 5
     n = float(small.numel())
     yield Candidate(
         "copy of bytes, normalised there",
         lambda: normalise(small.to(device, non_blocking=True)),
-        predicted=1e3 * n / lane if there else None,
+        predicted=1e3 * n / pcie if there else None,
     )
     yield Candidate(
         "copy of float32",
         lambda: large.to(device, non_blocking=True).to(BF16),
-        predicted=4e3 * n / lane if there else None,
+        predicted=4e3 * n / pcie if there else None,
     )
 
 
 def whole_models(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candidate]:
-    """The encoder, and the whole model, at several batches, with and without graphs."""
-    copied = 4.2e12  # bytes a second, as measured before
+    """The encoder and the whole model at several batch sizes, with and without CUDA graphs."""
+    copied = 4.2e12  # bytes/s, from earlier measurements
     model = ViT(config)
     scramble(model)
     model = model.to(device)

@@ -1,12 +1,12 @@
-"""How long a million images take to be listed, and how much memory.
+"""Time and memory to index a million images.
 
     python benchmarks/index.py [--files 1000000] [--classes 1000] [--folder PLACE]
 
-Tiny files are generated, as a folder with a sub-folder for each class and as tar shards of the same, and removed at the
-end. Each measurement runs in a fresh process. Printed are the seconds of opening (imports are not counted) and the peak
-memory of the process, for the first opening and for the second, which finds the index on disk; `open_data` is opening
-with the split into splits, and the writing of its record. Targets for a million: folder at most 60 s and 1 GiB, shards
-at most 120 s, from the index at most 2 s.
+Tiny files are generated, as a folder with one subfolder per class and as tar shards, and removed at the end. Each
+measurement runs in a fresh process. Reported are the seconds to open the data (without imports) and the peak memory of
+the process, for the first open and for the second, which reads the index from disk; `open_data` also splits the data
+and builds the record of the splits. Targets for a million images: folder at most 60 s and 1 GiB, shards at most 120 s,
+from the index at most 2 s.
 """
 
 import argparse
@@ -53,15 +53,15 @@ def make_shards(root: Path, files: int, classes: int, *, shard: int = 10_000) ->
                     tar.addfile(info, BytesIO(content))
 
 
-def let_settle() -> None:
-    """Wait: what changed a moment ago is not indexed, because it might change once more and keep its time."""
+def wait_for_timestamps() -> None:
+    """Wait: files modified just now are not indexed, because they could change again within the same timestamp."""
     time.sleep(4)
 
 
-def measure(place: Path, cache: Path, what: str) -> tuple[int, int, float, float]:
-    words = [sys.executable, "-c", MEASURE, str(place), what]
+def benchmark(place: Path, cache: Path, what: str) -> tuple[int, int, float, float]:
+    command = [sys.executable, "-c", MEASURE, str(place), what]
     environment = {**os.environ, "VITRAIL_CACHE": str(cache)}
-    done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     images, classes, seconds, peak = json.loads(done.stdout)
     return images, classes, seconds, peak
 
@@ -70,7 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=1_000_000)
     parser.add_argument("--classes", type=int, default=1000)
-    parser.add_argument("--folder", type=Path, help="where the files are generated; else where temporary files go")
+    parser.add_argument("--folder", type=Path, help="where to generate the files (default: the temporary folder)")
     options = parser.parse_args()
     print(f"{options.files:,} files in {options.classes:,} classes")
     for kind, make in (("folder", make_folder), ("shards", make_shards)):
@@ -78,16 +78,16 @@ def main() -> None:
             place, cache = Path(temporary, "data"), Path(temporary, "cache")
             start = time.perf_counter()
             make(place, options.files, options.classes)
-            let_settle()
+            wait_for_timestamps()
             print(f"{kind}: generated in {time.perf_counter() - start:.0f} s", flush=True)
             for title, what in (
                 ("first", "open_source"),
                 ("from the index", "open_source"),
                 ("open_data", "open_data"),
             ):
-                images, classes, seconds, peak = measure(place, cache, what)
+                images, classes, seconds, peak = benchmark(place, cache, what)
                 if (images, classes) != (options.files, options.classes):
-                    raise SystemExit(f"{images} images in {classes} classes were found")
+                    raise SystemExit(f"{images} images in {classes} classes found")
                 print(f"  {title:<16} {seconds:7.2f} s {peak:7.0f} MiB", flush=True)
 
 

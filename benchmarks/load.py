@@ -1,11 +1,10 @@
-"""From a Base model on disk to its first logits: our `vitrail.load` beside timm's `create_model("local-dir:…")`.
+"""From a Base model on disk to its first logits: `vitrail.load` vs. timm's `create_model("local-dir:…")`.
 
     python benchmarks/load.py
 
-One bundle is written that both can open. Each side runs in fresh processes, turn by turn. Printed are the seconds from
-before opening to after the first logits of one image (imports are not counted, they are the same torch), the growth
-of the process's peak memory over what it was before opening, and the ratio ours / timm of the medians: below 1 we are
-quicker or smaller. Target: at most 1.2 for both.
+Both open the same bundle, alternating, each time in a fresh process. Reported are the seconds from opening to the first
+logits of one image (without imports), the growth of the process's peak memory, and the ratio ours / timm of the
+medians: below 1 ours is faster or smaller. Target: at most 1.2 for both.
 """
 
 import argparse
@@ -31,7 +30,7 @@ torch.set_num_threads(2)
 {imports}
 images = torch.zeros(1, 3, 224, 224)
 with torch.inference_mode():
-    torch.nn.Conv2d(3, 8, 16, 16)(images)  # the first convolution of a process sets things up
+    torch.nn.Conv2d(3, 8, 16, 16)(images)  # warm up: the first convolution initialises libraries
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 start = time.perf_counter()
 model = {build}
@@ -53,8 +52,8 @@ def run(code: str) -> str:
     return done.stdout
 
 
-def measure(side: tuple[str, str], folder: str) -> tuple[float, float]:
-    imports, build = (part.format(folder=folder, root=str(ROOT)) for part in side)
+def benchmark(side: tuple[str, str], folder: str) -> tuple[float, float]:
+    imports, build = (code.format(folder=folder, root=str(ROOT)) for code in side)
     seconds, grown = json.loads(run(MEASURE.format(imports=imports, build=build)).splitlines()[-1])
     return seconds, grown
 
@@ -70,7 +69,7 @@ def main() -> None:
         for i in range(repeats):
             order = [("ours", OURS), ("timm", TIMM)]
             for name, side in order if i % 2 == 0 else reversed(order):
-                found[name].append(measure(side, folder))
+                found[name].append(benchmark(side, folder))
     print(f"{'':8}{'ours':>10}{'timm':>10}{'ours / timm':>14}")
     for what, column in (("seconds", 0), ("MiB", 1)):
         ours, timm = (statistics.median(row[column] for row in found[name]) for name in ("ours", "timm"))

@@ -1,4 +1,4 @@
-"""How fast training images are made: ours beside torchvision's and timm's loaders, in one run, in turns.
+"""Data loading throughput: ours vs. torchvision's and timm's loaders, alternating in one run.
 
     python benchmarks/loader.py --photos photos.tar
 
@@ -87,7 +87,7 @@ def timm(folder: Path, augmented: bool) -> Callable[[], int]:
 
 
 def measured(passes: Passes, repeats: int) -> dict[str, list[float]]:
-    """Run the contenders in turns; return the images for each second of a core's time, for every turn."""
+    """Run the contenders in turns; return images per core-second for every turn."""
     for run in passes.values():
         run()
     rates: dict[str, list[float]] = {name: [] for name in passes}
@@ -114,7 +114,7 @@ def unpacked(place: Path, folder: Path) -> list[Path]:
 
 
 def laid_out(photos: list[Path], folder: Path, copies: int, megapixels: float | None) -> Path:
-    """Put photographs into two class folders, enlarged where that is asked for."""
+    """Copy photos into two class folders, enlarged if requested."""
     for number in range(copies * len(photos)):
         photo = photos[number % len(photos)]
         target = folder / f"class{number % 2}" / f"{number:05d}.jpg"
@@ -139,7 +139,7 @@ def contenders(folder: Path, augmented: bool) -> Passes:
 
 
 def worker_memory(folder: Path) -> None:
-    """Print the peak of memory that one worker holds for itself, each loader in a process of its own."""
+    """Print the peak private memory of one worker, each loader in its own process."""
     for name in ("torchvision", "vitrail"):
         done = subprocess.run(
             [sys.executable, __file__, "--worker", name, "--photos", str(folder)],
@@ -151,7 +151,7 @@ def worker_memory(folder: Path) -> None:
 
 
 def one_worker(name: str, folder: Path) -> None:
-    """Read the folder with one worker, and print the most memory that was the worker's own."""
+    """Read the folder with one worker, and print its peak private memory."""
     peak = 0.0
     for _ in _worker_batches(name, folder):
         children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--photos", type=Path, required=True, help="a folder of JPEGs, or a tar of them")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--large", type=int, default=32, help="how many images (at least 32) are enlarged to 12 megapixels"
+        "--large", type=int, default=32, help="number of images (at least 32) to enlarge to 12 megapixels"
     )
     parser.add_argument("--worker", choices=("torchvision", "vitrail"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -192,8 +192,8 @@ def main() -> None:
         place = Path(name)
         photos = unpacked(options.photos, place / "photos")
         plain = laid_out(photos, place / "plain", 1, None)
-        print(f"{len(photos)} photographs, one thread of {os.cpu_count()} cores")
-        print("| images | loader | images/s of a core | times torchvision |\n|---|---|---|---|")
+        print(f"{len(photos)} photos, one thread of {os.cpu_count()} cores")
+        print("| images | loader | images/s per core | × torchvision |\n|---|---|---|---|")
         report("crop, flip", measured(contenders(plain, augmented=False), options.repeats))
         report("crop, flip, RandAugment", measured(contenders(plain, augmented=True), options.repeats))
         kept = cached(open_folder(plain), CacheSize(256), folder=place / "cache")

@@ -1,12 +1,12 @@
-"""Speed and peak memory of the model next to timm's, with the same weights and the same images.
+"""Speed and peak memory of the model vs. timm's, with the same weights and images.
 
     python benchmarks/model.py
     python benchmarks/model.py --models B/16 --devices cuda --modes eager --json result.json
 
-Both models are timed in one run, turn by turn (ours, timm, timm, ours, …), so that a machine that slows down slows
-both. Every repeat gives one ratio of throughputs, ours / timm: above 1 we are faster. The table shows the median ratio
-and the middle half of the ratios (first to third quartile). On each device the first case is also run with a second
-copy of timm in our place; how far that row lies from 1 is what this machine cannot resolve.
+Both models are timed alternately in one run (ours, timm, timm, ours, …), so that throttling affects both. Every repeat
+gives one ratio of throughputs, ours / timm: above 1 ours is faster. The table shows the median ratio and the
+interquartile range. On each device the first case also runs with a second copy of timm's model in place of ours; the
+distance of that row from 1 is the noise of this machine.
 
 Cases: forward (eval, inference mode) and training (forward and backward of a cross-entropy loss); eager and compiled;
 float32 and, where the device computes in it natively, bfloat16 autocast. A case whose logits differ is not timed.
@@ -34,19 +34,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# A script's own folder is on the path, the repository's root is not; `tests.peers` knows how to import timm.
+# Python adds a script's own folder to the path, but not the repository root; `tests.peers` imports timm.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.peers import import_peer, relative_error, scramble
 
 from vitrail.models.variants import VARIANTS, variant_config
 from vitrail.models.vit import ViT
 
-# Hybrids are left out: timm names the weights of their ResNet differently.
+# Without hybrids: timm names the weights of their ResNet differently.
 TIMM_NAMES = {variant.paper: f"{variant.name}_224" for variant in VARIANTS if variant.resnet is None}
 BATCH = {"cpu": 4, "cuda": 256}
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 SAMPLE_SECONDS = 0.2
-"""A timing covers as many steps as fit into this, and at least one."""
+"""Seconds per timing: as many steps as fit, and at least one."""
 MEMORY_MODEL = "B/16"
 MEMORY_RUNS = 3
 
@@ -63,11 +63,11 @@ class Case(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a case came to. Throughputs are images/s, memory is in MiB."""
+    """The result of a case. Throughput is in images/s, memory in MiB."""
 
     case: Case
     control: bool
-    """Whether a second copy of timm's model took the place of ours."""
+    """Whether a second copy of timm's model replaced ours."""
     ours: float
     timm: float
     ratio: float
@@ -79,28 +79,28 @@ class Result(NamedTuple):
 
 
 class Side:
-    """One of the two models, ready to run the steps of a case."""
+    """One of the two models, ready to run a case."""
 
     def __init__(self, model: nn.Module, case: Case, images: Tensor, labels: Tensor) -> None:
         self.model = model.train(case.task == "training").to(case.device)
-        # Without `fullgraph` a model that breaks the graph would be timed half eager, and nobody would notice.
+        # `fullgraph`, because a graph break would silently time a partly eager model.
         self.call = torch.compile(self.model, fullgraph=True) if case.mode == "compiled" else self.model
         self.case, self.images, self.labels = case, images, labels
 
     def logits(self) -> Tensor:
-        """Classify the images, in the setting of the case."""
+        """Return the logits, in the precision of the case."""
         with torch.inference_mode(self.case.task == "forward"), self._precision():
             return cast("Tensor", self.call(self.images))
 
     def step(self) -> None:
-        """Do once what the case times."""
+        """Run one step of the case."""
         if self.case.task == "forward":
             self.logits()
             return
         with self._precision():
             loss = F.cross_entropy(self.call(self.images), self.labels)
         loss.backward()
-        # Afterwards rather than before, so that the other side's step does not find these gradients in memory.
+        # After the step, so that these gradients do not count in the other side's peak memory.
         self.model.zero_grad(set_to_none=True)
 
     def _precision(self) -> AbstractContextManager[None]:
@@ -112,12 +112,12 @@ def build_timm(name: str) -> nn.Module:
 
 
 def build_sides(case: Case, *, control: bool) -> tuple[Side, Side]:
-    """Return our side (or, as a control, a second one of timm's) and timm's, with equal weights."""
+    """Return our model (or, as a control, a second copy of timm's) and timm's, with equal weights."""
     generator = torch.Generator().manual_seed(0)
     config = variant_config(case.model)
     images = torch.randn(case.batch, config.channels, *config.image_size, generator=generator).to(case.device)
     labels = torch.randint(config.classes, (case.batch,), generator=generator).to(case.device)
-    # Fresh weights leave biases at zero, so that equal logits would prove little.
+    # Initial biases are zero, so equal logits would prove little without this.
     timm = scramble(build_timm(case.model))
     ours = build_timm(case.model) if control else ViT(config)
     ours.load_state_dict(timm.state_dict())
@@ -125,8 +125,8 @@ def build_sides(case: Case, *, control: bool) -> tuple[Side, Side]:
 
 
 def measure(case: Case, repeats: int, *, control: bool = False) -> Result:
-    """Check that both sides agree, then time them in turn."""
-    # Compiled code is cached by source function, which all models share: earlier cases would count as recompilations.
+    """Check that both sides agree, then time them alternately."""
+    # Compiled code is cached per function, which all models share: earlier cases would count as recompilations.
     torch.compiler.reset()
     ours, timm = build_sides(case, control=control)
     error = relative_error(ours.logits().detach().float(), timm.logits().detach().float())
@@ -142,14 +142,14 @@ def measure(case: Case, repeats: int, *, control: bool = False) -> Result:
 
 
 def warm_up(ours: Side, timm: Side) -> int:
-    """Run both sides until compilation and caches are done; return how many steps make one timing."""
+    """Warm up both sides; return the number of steps per timing."""
     for side in (ours, timm, ours, timm):
         side.step()
     return max(1, math.floor(SAMPLE_SECONDS / time_steps(timm, 1)))
 
 
 def time_pair(ours: Side, timm: Side, steps: int, *, swap: bool) -> tuple[float, float]:
-    """Time our side and timm's, timm's first if `swap`: who comes second finds warmer caches, or a hotter chip."""
+    """Time our side and timm's, timm's first if `swap`: the second has warmer caches, or a hotter chip."""
     if swap:
         theirs, mine = time_steps(timm, steps), time_steps(ours, steps)
     else:
@@ -158,7 +158,7 @@ def time_pair(ours: Side, timm: Side, steps: int, *, swap: bool) -> tuple[float,
 
 
 def time_steps(side: Side, steps: int) -> float:
-    """Return the seconds that some steps take."""
+    """Return the seconds of several steps."""
     synchronise(side.case.device)
     start = time.perf_counter()
     for _ in range(steps):
@@ -173,7 +173,7 @@ def synchronise(device: str) -> None:
 
 
 def cuda_peak(side: Side) -> float:
-    """Return the peak of one step in MiB: this side's weights, and what the step adds to what was there before."""
+    """Return the peak memory of one step in MiB: this side's weights, plus what the step adds."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -184,19 +184,19 @@ def cuda_peak(side: Side) -> float:
 
 
 def cpu_peaks(batch: int) -> tuple[float, float]:
-    """Return by how many MiB a fresh process grows when it trains ours, and timm's, for one step."""
+    """Return the memory growth in MiB of a fresh process that trains ours, and timm's, for one step."""
     case = Case("cpu", MEMORY_MODEL, "training", "eager", "float32", batch)
     peaks: tuple[list[float], list[float]] = ([], [])
     for _ in range(MEMORY_RUNS):
         for control, found in zip((False, True), peaks, strict=True):
-            # `spawn`, because a forked process would start with its parent's memory.
+            # `spawn`, because a forked process starts with its parent's memory.
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 found.append(pool.apply(process_growth, (case, control)))
     return statistics.median(peaks[0]), statistics.median(peaks[1])
 
 
 def process_growth(case: Case, timm: bool) -> float:
-    """Build one model in this process, train it for a step, and return by how many MiB the peak has risen."""
+    """Build one model in this process, train it for a step, and return the growth of peak memory in MiB."""
     import_peer("timm")
     before = process_peak()
     config = variant_config(case.model)
@@ -207,20 +207,20 @@ def process_growth(case: Case, timm: bool) -> float:
 
 
 def process_peak() -> float:
-    """Return the most memory that this process has had resident, in MiB."""
+    """Return the peak resident memory of this process in MiB."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
 
 def precisions(device: str) -> tuple[str, ...]:
-    """Return the precisions that the device computes in natively."""
+    """Return the precisions that the device supports natively."""
     native = torch.cuda.is_bf16_supported(including_emulation=False) if device == "cuda" else cpu_has_bfloat16()
     return ("float32", "bfloat16") if native else ("float32",)
 
 
 def cpu_has_bfloat16() -> bool:
     if platform.machine() in ("x86_64", "AMD64"):
-        # oneDNN also says yes to processors that only emulate bfloat16 with AVX-512.
+        # oneDNN also accepts CPUs that only emulate bfloat16 with AVX-512.
         return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -235,12 +235,12 @@ def cases(options: argparse.Namespace, device: str) -> Iterator[Case]:
 
 
 def measure_all(options: argparse.Namespace) -> Iterator[Result]:
-    """Measure every case, and on each device the first one a second time, as a control."""
+    """Run every case, and on each device the first one again as a control."""
     for device in options.devices:
         for number, case in enumerate(cases(options, device)):
             for control in (True, False) if number == 0 else (False,):
                 yield measure(case, options.repeats, control=control)
-                # The models of a case are freed before those of the next are built.
+                # Free the models of a case before building the next.
                 gc.collect()
                 if device == "cuda":
                     torch.cuda.empty_cache()
@@ -248,7 +248,7 @@ def measure_all(options: argparse.Namespace) -> Iterator[Result]:
 
 HEADER = (
     f"{'device':6} {'model':6} {'task':8} {'mode':8} {'precision':9} {'batch':>5}"
-    f" {'ours/s':>8} {'timm/s':>8} {'ratio':>6} {'middle half':>15}  memory"
+    f" {'ours/s':>8} {'timm/s':>8} {'ratio':>6} {'quartiles':>15}  memory"
 )
 
 
@@ -268,7 +268,7 @@ def memory_ratio(ours: float, timm: float) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Return what a reader needs to judge the numbers."""
+    """Return the environment of the measurements."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -283,7 +283,7 @@ def parse() -> argparse.Namespace:
     available = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     parser = argparse.ArgumentParser(description="Compare the model's speed and memory with timm's.")
     parser.add_argument("--models", nargs="+", choices=TIMM_NAMES, default=["Ti/16", "S/16", "B/16"])
-    parser.add_argument("--batch", type=int, help=f"images a step (default: {BATCH})")
+    parser.add_argument("--batch", type=int, help=f"batch size (default: {BATCH})")
     parser.add_argument("--repeats", type=int, default=11, help="timings of each side, at least 2")
     parser.add_argument("--devices", nargs="+", choices=available, default=available)
     parser.add_argument("--modes", nargs="+", choices=["eager", "compiled"], default=["eager", "compiled"])
@@ -299,14 +299,14 @@ def main() -> None:
     record: dict[str, Any] = {"environment": environment(), "repeats": options.repeats}
     print(", ".join(f"{key} {value}" for key, value in record["environment"].items() if value), flush=True)
     if "cpu" in options.devices:
-        # Before anything else: a process inherits the peak of the one that starts it, which is still small now.
+        # First, because a process inherits the peak memory of its parent, which is still small now.
         batch = options.batch or BATCH["cpu"]
         ours, timm = cpu_peaks(batch)
         print(f"cpu memory, {MEMORY_MODEL}, one eager training step, batch {batch}: {memory_ratio(ours, timm)}")
         record["cpu_memory"] = {"model": MEMORY_MODEL, "batch": batch, "ours": ours, "timm": timm}
     for device in options.devices:
         if "bfloat16" not in precisions(device):
-            print(f"{device}: bfloat16 is left out, the device does not compute in it natively")
+            print(f"{device}: bfloat16 is skipped, the device does not support it natively")
     print(f"\n{HEADER}", flush=True)
     record["results"] = []
     for result in measure_all(options):

@@ -1,12 +1,11 @@
-"""How fast photographs are classified: ours beside the obvious script with timm and transformers' pipeline.
+"""Prediction throughput on photos: ours vs. a plain timm script and transformers' pipeline.
 
     python benchmarks/predict.py photos/ --workers 2
 
-One run, in turns, the same weights (a S/16 at 224 with random numbers) and the same files. The obvious script opens
-each file with Pillow, applies timm's own transform in a DataLoader with that many workers, and calls the model eagerly;
-ours decodes as it does by itself.
-The ratios compare passes of one turn. Rows in which timm is given the same precision stand beside ours for honesty;
-bf16 is measured where the processor is faster with it, other engines where they are installed.
+All contenders alternate in one run, with the same weights (an S/16 at 224 with random weights) and the same files. The
+plain script opens each file with Pillow, applies timm's own transform in a DataLoader with that many workers, and calls
+the model eagerly; ours decodes with its defaults. Ratios compare runs of the same turn. For a fair comparison timm is
+also run in the same precision as ours; bf16 is included if the CPU is faster with it, other engines if installed.
 """
 
 import argparse
@@ -34,13 +33,13 @@ from vitrail.inference.predict import predict_items
 from vitrail.runtime import faster_in_bf16
 
 Answers = dict[str, tuple[int, float]]
-"""By path, the likeliest class and how likely it is."""
+"""By path, the top-1 class and its probability."""
 Pass = Callable[[Sequence[str]], Answers]
 CLASSES = 1000
 
 
 class Files(Dataset[Any]):
-    """What everybody writes around timm."""
+    """The usual dataset around a timm transform."""
 
     def __init__(self, paths: Sequence[str], transform: Any) -> None:
         self.paths, self.transform = paths, transform
@@ -50,7 +49,7 @@ class Files(Dataset[Any]):
         return len(self.paths)
 
     def __getitem__(self, index: int) -> Any:
-        """Return what the model takes."""
+        """Return the model's input."""
         return self.transform(Image.open(self.paths[index]).convert("RGB"))
 
 
@@ -111,14 +110,14 @@ def contenders(folder: Path, batch: int, workers: int, engines: Sequence[str]) -
             try:
                 classifier = Classifier(bundle, engine=engine, precision=precision, device="cpu")  # type: ignore[arg-type]
             except (VitrailError, ImportError) as error:
-                print(f"left out: {engine}, {precision}: {error}")
+                print(f"skipped: {engine}, {precision}: {error}")
                 continue
             found[f"vitrail, {engine}, {precision}"] = with_vitrail(classifier, batch)
     return found
 
 
 def in_turns(passes: dict[str, Pass], work: Callable[[Pass], int], repeats: int) -> dict[str, list[float]]:
-    """Run everybody once to warm up, then in turns; return the seconds an image of every turn."""
+    """Warm up every contender, then alternate; return the seconds per image of every turn."""
     seconds: dict[str, list[float]] = {name: [] for name in passes}
     for turn in range(repeats + 1):
         order = list(passes.items())
@@ -147,10 +146,12 @@ def milliseconds(seconds: float) -> str:
 
 
 def agreement(passes: dict[str, Pass], paths: Sequence[str]) -> None:
-    """Say how far everybody's answers are from timm's."""
+    """Print the top-1 agreement with timm and the largest difference in probability."""
     answers = {name: run(paths) for name, run in passes.items()}
     expected = next(iter(answers.values()))
-    print(f"\n| on {len(paths)} photographs | top-1 as timm's | largest difference of its probability |\n|---|---|---|")
+    print(
+        f"\n| on {len(paths)} photos | top-1 agreement with timm | largest difference in probability |\n|---|---|---|"
+    )
     for name, found in answers.items():
         same = [found[path][0] == expected[path][0] for path in paths]
         apart = [abs(found[path][1] - expected[path][1]) for path, equal in zip(paths, same, strict=True) if equal]
@@ -159,13 +160,13 @@ def agreement(passes: dict[str, Pass], paths: Sequence[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("photos", help="a folder of photographs")
-    parser.add_argument("--images", type=int, default=256, help="how many of them a pass takes")
-    parser.add_argument("--single", type=int, default=30, help="how many one at a time")
+    parser.add_argument("photos", help="a folder of photos")
+    parser.add_argument("--images", type=int, default=256, help="number of photos per run")
+    parser.add_argument("--single", type=int, default=30, help="number of photos for single predictions")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--engines", nargs="+", default=["torch", "onnx", "openvino"], help="of ours")
+    parser.add_argument("--engines", nargs="+", default=["torch", "onnx", "openvino"], help="our engines to compare")
     options = parser.parse_args()
     paths = [os.fsdecode(item.name) for item in islice(list_items([options.photos]), options.images)]
     print(
@@ -175,7 +176,7 @@ def main() -> None:
         passes = contenders(Path(temporary), options.batch, options.workers, options.engines)
         agreement(passes, paths)
         together = in_turns(passes, lambda run: len(run(paths)), options.repeats)
-        report(f"a folder, batches of {options.batch}", together, images_a_second)
+        report(f"folder, batch size {options.batch}", together, images_a_second)
         single = paths[: options.single]
         alone = in_turns(passes, lambda run: sum(len(run([path])) for path in single), options.repeats)
         report("one at a time", alone, milliseconds)

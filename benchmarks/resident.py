@@ -1,4 +1,4 @@
-"""How fast training images that live on the device are made (`data.on_device = true`).
+"""Throughput of on-device augmentation (`data.on_device = true`).
 
     python benchmarks/resident.py --device cuda --workers 4
 
@@ -33,14 +33,14 @@ SIDE, BATCH, IMAGES, CLASSES = 32, 1024, 8192, tuple("abcdefghij")
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations that compute something: all but views and empty memory."""
+    """Counts operations that compute something: all but views and empty allocations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        view = any(given.alias_info is not None and not given.alias_info.is_write for given in func._schema.returns)
+        view = any(args.alias_info is not None and not args.alias_info.is_write for args in func._schema.returns)
         self.count += not view and "empty" not in func.overloadpacket.__name__
         return func(*args, **(kwargs or {}))
 
@@ -54,7 +54,7 @@ def training(operations: Literal["usual", "big_vision"]) -> Training:
 
 
 def seconds(work: Callable[[int], object], repeats: int, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return the median of how long `work` takes, after two times that do not count."""
+    """Return the median time of `work`, after two warm-up calls."""
     taken = []
     for number in range(repeats + 2):
         start = clock()
@@ -69,7 +69,7 @@ def finished(device: torch.device) -> None:
 
 
 def by_workers(resident: Resident, batches: int) -> float:
-    """Return the seconds a batch, where nobody does anything with it; the first ones, made ahead, do not count."""
+    """Return the seconds per batch without a consumer; prefetched batches at the start are not counted."""
     first = 2 * resident.workers + 4
     with closing(resident.batches(0, first + batches)) as coming:
         for _ in range(first):
@@ -83,7 +83,7 @@ def by_workers(resident: Resident, batches: int) -> float:
 
 
 def waits(resident: Resident, batches: int, step: float) -> tuple[float, float]:
-    """Return for how long a caller waits for a batch beside a busy device, and the whole time from step to step."""
+    """Return how long a caller waits for a batch while the device is busy, and the time per step."""
     left, right = torch.randn(2, 4096, 4096, device=resident.device, dtype=torch.bfloat16).unbind()
 
     def compute(products: int) -> None:
@@ -110,16 +110,18 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=default_workers())
     parser.add_argument("--operations", default="usual", choices=["usual", "big_vision"])
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--step", type=float, default=20, help="milliseconds")
-    given = parser.parse_args()
-    device, repeats = torch.device(given.device), given.repeats
-    data = training(given.operations)
+    parser.add_argument("--step", type=float, default=20, help="step time in milliseconds")
+    args = parser.parse_args()
+    device, repeats = torch.device(args.device), args.repeats
+    data = training(args.operations)
 
     drawing = Planning(data)
     core = seconds(drawing.__getitem__, repeats, time.process_time)
-    print(f"drawing and packing, one core: {BATCH / core:,.0f} images/s ({1e3 * core:.1f} ms a batch)", flush=True)
+    print(
+        f"random draws and packing, one core: {BATCH / core:,.0f} images/s ({1e3 * core:.1f} ms per batch)", flush=True
+    )
 
-    resident = Resident(data, device, given.workers)
+    resident = Resident(data, device, args.workers)
     planned: list[Planned] = [drawing[step] for step in range(4)]
 
     def made(number: int) -> None:
@@ -127,7 +129,10 @@ def main() -> None:
         finished(device)
 
     whole = seconds(made, repeats)
-    print(f"making on {device}, drawn before: {BATCH / whole:,.0f} images/s ({1e3 * whole:.2f} ms a batch)", flush=True)
+    print(
+        f"augmentation on {device}, precomputed draws: {BATCH / whole:,.0f} images/s ({1e3 * whole:.2f} ms per batch)",
+        flush=True,
+    )
 
     with Launches() as launches:
         resident.make(planned[0])
@@ -138,15 +143,14 @@ def main() -> None:
         resident.make(planned[number % 4])
         taken.append(time.thread_time() - start)
     busy = 1e3 * statistics.median(taken)
-    print(f"this process, for a batch: {busy:.2f} ms, {launches.count} operations of torch", flush=True)
+    print(f"host time per batch: {busy:.2f} ms, {launches.count} torch operations", flush=True)
 
     rate = by_workers(resident, max(20, 4 * repeats))
-    print(f"all together, {given.workers} workers: {BATCH / rate:,.0f} images/s", flush=True)
+    print(f"end to end, {args.workers} workers: {BATCH / rate:,.0f} images/s", flush=True)
     if device.type == "cuda":
-        waited, step = waits(resident, max(20, 4 * repeats), given.step / 1e3)
+        waited, step = waits(resident, max(20, 4 * repeats), args.step / 1e3)
         print(
-            f"beside steps of {given.step:.0f} ms: {1e3 * waited:.2f} ms of waiting for a batch, "
-            f"{1e3 * step:.2f} ms from step to step"
+            f"with steps of {args.step:.0f} ms: {1e3 * waited:.2f} ms waiting for a batch, {1e3 * step:.2f} ms per step"
         )
 
 

@@ -1,16 +1,15 @@
-"""How many requests a server answers: `vitrail serve` beside the obvious server of FastAPI and timm.
+"""Server throughput: `vitrail serve` vs. a plain FastAPI + timm server.
 
     python benchmarks/serve.py
 
-One run, in turns, the same weights (a Ti/16 at 224 with random numbers), the same JPEGs, 64 clients that each send one
-image, wait for its answer and send the next. The obvious server opens the upload with Pillow, applies timm's own
-transform and calls the model, one image at a time; it is written twice, as FastAPI's tutorial does it (`async def`)
-and in FastAPI's pool of threads (`def`). The ratios compare passes of one turn. Where other programs share the machine,
-look at the processor time that a request takes: it hardly depends on them, while more threads get more of the cores.
-Ours is measured in float32 and as it settles by itself; where that can be bf16, the obvious servers are measured
-under autocast too, for honesty. The clients send bytes that were made beforehand, so that they cost little.
-Then ours is overloaded, and it is counted whether any request stayed without an answer. The time from the command to
-the first answer is measured, too.
+All servers alternate in one run, with the same weights (a Ti/16 at 224 with random weights) and the same JPEGs; 64
+clients each send one image, wait for the response and send the next. The plain server opens the upload with Pillow,
+applies timm's own transform and calls the model, one image at a time; it has two variants, as in FastAPI's tutorial
+(`async def`) and in FastAPI's thread pool (`def`). Ratios compare runs of the same turn. If other programs share the
+machine, look at the CPU time per request, which hardly depends on them. Ours runs in float32 and with its default
+precision; if that can be bf16, the plain servers also run under autocast for a fair comparison. Clients send prepared
+bytes, so that they cost little. Then ours is overloaded, to count requests without a response. The time from the
+command to the first response is reported, too.
 """
 
 import argparse
@@ -47,13 +46,13 @@ PATIENCE = 120.0
 
 
 class Pass(NamedTuple):
-    """What one pass measured."""
+    """The result of one run."""
 
     rate: float
     median: float
     p95: float
-    processor: float
-    """Seconds of processor time that a request took."""
+    cpu: float
+    """CPU seconds per request."""
     outcomes: Counter[str]
 
 
@@ -62,7 +61,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=CLIENTS)
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--turns", type=int, default=TURNS)
-    parser.add_argument("--peer", nargs=4, metavar=("KIND", "PRECISION", "PORT", "BUNDLE"), help="be a peer's server")
+    parser.add_argument("--peer", nargs=4, metavar=("KIND", "PRECISION", "PORT", "BUNDLE"), help="run a peer's server")
     asked = parser.parse_args()
     if asked.peer:
         run_peer(asked.peer[0], asked.peer[1], int(asked.peer[2]), Path(asked.peer[3]))
@@ -82,7 +81,7 @@ def compare(bundle: Path, clients: int, seconds: float, turns: int) -> None:
     photos = photographs()
     with contextlib.ExitStack() as stack:
         ready, url, process = stack.enter_context(ours(bundle, "--precision", "float32"))
-        print(f"vitrail serve answers its first request {ready:.1f} s after the command (at most 10 s are allowed)")
+        print(f"vitrail serve: first response {ready:.1f} s after the command (target: at most 10 s)")
         places = {"vitrail serve --precision float32": (f"{url}/v1/predict", process)}
         _, url, process = stack.enter_context(ours(bundle))
         places["vitrail serve"] = (f"{url}/v1/predict", process)
@@ -94,7 +93,7 @@ def compare(bundle: Path, clients: int, seconds: float, turns: int) -> None:
         for name, (place, process) in places.items():
             asyncio.run(load(place, requests[name], clients, 2.0, process))
         settled = httpx.get(f"{url}/v1/models").json()["models"][0]["precision"]
-        print(f"ours has settled on {settled}")
+        print(f"default precision of ours: {settled}")
         found: dict[str, list[Pass]] = {name: [] for name in places}
         for _ in range(turns):
             for name, (place, process) in places.items():
@@ -105,18 +104,18 @@ def compare(bundle: Path, clients: int, seconds: float, turns: int) -> None:
     print(
         "× rate, × p95: how many times the requests/s and the p95 of that server ours has, in float32 / as it settled\n"
     )
-    print("| server | requests/s | median ms | p95 ms | CPU ms | × rate | × p95 |\n|---|---|---|---|---|---|---|")
+    print("| server | requests/s | median ms | p95 ms | CPU ms | × requests/s | × p95 |\n|---|---|---|---|---|---|---|")
     for name, passes in found.items():
         rate, median, p95 = (statistics.median(numbers) for numbers in list(zip(*passes, strict=True))[:3])
-        cost = statistics.median(one.processor for one in passes)
+        cost = statistics.median(one.cpu for one in passes)
         pairs = [list(zip(found[own], passes, strict=True)) for own in list(found)[:2]]
         faster = " / ".join(f"{statistics.median(a.rate / b.rate for a, b in pair):.2f}" for pair in pairs)
-        share = " / ".join(f"{statistics.median(a.p95 / b.p95 for a, b in pair):.2f}" for pair in pairs)
+        slower = " / ".join(f"{statistics.median(a.p95 / b.p95 for a, b in pair):.2f}" for pair in pairs)
         times = f"{1000 * median:.0f} | {1000 * p95:.0f} | {1000 * cost:.1f}"
-        print(f"| {name} | {rate:.1f} | {times} | {faster} | {share} |")
+        print(f"| {name} | {rate:.1f} | {times} | {faster} | {slower} |")
         bad = sum((one.outcomes for one in passes), Counter()) - Counter({"200": 10**9})
         if bad:
-            print(f"  other answers: {dict(bad)}")
+            print(f"  other responses: {dict(bad)}")
 
 
 def overload(bundle: Path, seconds: float) -> None:
@@ -126,8 +125,8 @@ def overload(bundle: Path, seconds: float) -> None:
         one = asyncio.run(load(place, requests, 256, seconds, process))
     lost = {outcome: count for outcome, count in one.outcomes.items() if outcome not in ("200", "503")}
     print(
-        f"\noverload: 256 clients on a queue of 32: {one.outcomes['200']} answered (p95 {1000 * one.p95:.0f} ms), "
-        f"{one.outcomes['503']} refused with 503, lost: {lost or 'none'}"
+        f"\noverload: 256 clients on a queue of 32: {one.outcomes['200']} served (p95 {1000 * one.p95:.0f} ms), "
+        f"{one.outcomes['503']} rejected with 503, lost: {lost or 'none'}"
     )
 
 
@@ -135,8 +134,8 @@ def overload(bundle: Path, seconds: float) -> None:
 
 
 async def load(place: str, requests: list[bytes], clients: int, seconds: float, process: int) -> Pass:
-    """Keep clients busy for some seconds; a request that has begun is waited for."""
-    before = processor_seconds(process)
+    """Keep clients busy for some seconds; wait for requests in flight."""
+    before = cpu_seconds(process)
     spent: list[float] = []
     outcomes: Counter[str] = Counter()
     start = time.perf_counter()
@@ -156,25 +155,25 @@ async def load(place: str, requests: list[bytes], clients: int, seconds: float, 
             if status == 200:
                 spent.append(time.perf_counter() - began)
             else:
-                await asyncio.sleep(0.25)  # refused, so it comes back later, if sooner than it was told
+                await asyncio.sleep(0.25)  # rejected: retry, sooner than Retry-After says
         connection.close()
 
     await asyncio.gather(*map(keep_asking, range(clients)))
     taken = time.perf_counter() - start
     ordered = sorted(spent)
-    p95, cost = ordered[int(0.95 * (len(ordered) - 1))], (processor_seconds(process) - before) / len(spent)
+    p95, cost = ordered[int(0.95 * (len(ordered) - 1))], (cpu_seconds(process) - before) / len(spent)
     return Pass(len(spent) / taken, statistics.median(spent), p95, cost, outcomes)
 
 
 class Connection:
-    """One client's connection, kept open from request to request as browsers and programs do."""
+    """One client's keep-alive connection."""
 
     def __init__(self, place: str) -> None:
         self.place = urlsplit(place)
         self.ends: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, request: bytes) -> int:
-        """Send a request and return the answer's status once all of it is there."""
+        """Send a request, and return the status once the whole response has arrived."""
         if self.ends is None:
             self.ends = await asyncio.open_connection(self.place.hostname, self.place.port)
         reader, writer = self.ends
@@ -188,21 +187,21 @@ class Connection:
         return int(first.split()[1])
 
     def close(self) -> None:
-        """Hang up; again is no harm."""
+        """Close the connection; safe to call twice."""
         if self.ends is not None:
             self.ends[1].close()
             self.ends = None
 
 
 def encoded(place: str, photo: bytes) -> bytes:
-    """Write a request as it goes over the wire: a form with one file."""
+    """Return the raw bytes of a multipart request with one file."""
     request = httpx.Request("POST", place, files={"image": ("photo.jpg", photo, "image/jpeg")})
     lines = [f"POST {request.url.path} HTTP/1.1", *(f"{name}: {value}" for name, value in request.headers.items())]
     return "\r\n".join([*lines, "", ""]).encode() + request.read()
 
 
-def processor_seconds(process: int) -> float:
-    """Return the processor time that a process has taken so far; 0 where the system does not say."""
+def cpu_seconds(process: int) -> float:
+    """Return the CPU time of a process so far; 0 if the system does not report it."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
@@ -211,7 +210,7 @@ def processor_seconds(process: int) -> float:
 
 
 def check_alike(places: dict[str, tuple[str, int]], photos: list[bytes]) -> None:
-    """See to it that all servers say the same."""
+    """Check that all servers return the same predictions."""
     said: list[Any] = []
     for place, _ in places.values():
         results = httpx.post(place, files={"image": ("photo.jpg", photos[0], "image/jpeg")}, timeout=PATIENCE).json()[
@@ -219,11 +218,11 @@ def check_alike(places: dict[str, tuple[str, int]], photos: list[bytes]) -> None
         ]
         said.append([row["index"] for row in results[0]["classes"]])
     if any(one[:1] != said[0][:1] for one in said):
-        sys.exit(f"the servers disagree, so nothing is compared: {said}")
+        sys.exit(f"the servers' predictions differ: {said}")
 
 
 def photographs() -> list[bytes]:
-    """Draw smooth images of 500×375 pixels, which compress as photographs do."""
+    """Draw smooth images of 500×375 pixels, which compress like photos."""
     generator = torch.Generator().manual_seed(1)
     made = []
     for _ in range(IMAGES):
@@ -275,7 +274,7 @@ def peer(kind: str, precision: str, bundle: Path) -> Iterator[tuple[str, int]]:
 
 
 def run_peer(kind: str, precision: str, port: int, bundle: Path) -> None:
-    """Be the server that people write first."""
+    """Run the plain server."""
     import uvicorn
     from fastapi import FastAPI, UploadFile
 

@@ -1,13 +1,12 @@
-"""How long one step of `vitrail train` takes, with images that are on the device already.
+"""Time of one `vitrail train` step, with images already on the device.
 
     python benchmarks/step.py cifar10 --side 32 --classes 10
     python benchmarks/step.py cifar10 --side 32 --classes 10 --mode default
-    python benchmarks/step.py scratch-small --device cpu --set batch=32 --rounds 2 --steps 2    does this program run?
+    python benchmarks/step.py scratch-small --device cpu --set batch=32 --rounds 2 --steps 2    smoke test
 
-The step is the run's own: normalising, mixing, the model as it is compiled, the loss, clipping, the optimiser, the
-average. It says how long a step takes; for how long this process is busy with it, which on a GPU is well below; how
-many images that is a second, and the peak of memory. `--short N` takes the kernel for few tokens up to N of them,
-`--mode` is torch.compile's. All is measured in `--rounds` rounds, of which the median counts.
+The step is the one of a run: normalisation, mixing, the compiled model, the loss, clipping, the optimizer, the average.
+Reported are the time per step, the host time (on a GPU well below it), images/s and peak memory. `--short N` uses the
+short-attention kernel up to N tokens, `--mode` is torch.compile's mode. The median of `--rounds` rounds counts.
 """
 
 import argparse
@@ -39,7 +38,7 @@ MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagrap
 
 
 def batch_of(plan: TrainingPlan, device: torch.device) -> Batch:
-    """Return random images, mixed in pairs as the recipe says."""
+    """Return random images with the recipe's mixing."""
     generator, count = torch.Generator().manual_seed(0), plan.batch
     height, width = plan.model.image_size
     pixels = torch.randint(256, (count, plan.model.channels, height, width), dtype=torch.uint8, generator=generator)
@@ -49,7 +48,7 @@ def batch_of(plan: TrainingPlan, device: torch.device) -> Batch:
 
 
 def prepared(plan: TrainingPlan, options: argparse.Namespace, device: torch.device) -> tuple[Stepper, State, nn.Module]:
-    """Return everything a step needs, as a run makes it."""
+    """Return everything a step needs, built as in a run."""
     ranks, recipe = Ranks(Processes(), device), plan.recipe
     precision = recipe.precision if recipe.precision != "auto" else "bf16" if faster_in_bf16(device) else "float32"
     torch.manual_seed(0)
@@ -72,20 +71,23 @@ def synchronise(device: torch.device) -> None:
 
 
 def main() -> None:
-    """Measure."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", help="a recipe's name or file")
-    parser.add_argument("--set", action="append", default=[], help="changes of the recipe, such as batch=512")
-    parser.add_argument("--side", type=int, default=32, help="of the images")
+    parser.add_argument("--set", action="append", default=[], help="changes to the recipe, such as batch=512")
+    parser.add_argument("--side", type=int, default=32, help="image size")
     parser.add_argument("--classes", type=int, default=10)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--mode", choices=MODES, help="torch.compile's, in place of the one that training takes")
+    parser.add_argument("--mode", choices=MODES, help="torch.compile mode, instead of the default of training")
     parser.add_argument(
-        "--short", type=int, default=short_attention.MAX_TOKENS, help="tokens up to which our own attention is trained"
+        "--short",
+        type=int,
+        default=short_attention.MAX_TOKENS,
+        help="use our short-attention kernel up to this many tokens",
     )
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=30, help="in a round")
-    parser.add_argument("--json", help="where to add a line with the numbers")
+    parser.add_argument("--steps", type=int, default=30, help="steps per round")
+    parser.add_argument("--json", help="append a line with the results to this file")
     options = parser.parse_args()
     short_attention.MAX_TOKENS = options.short
     device = choose_device(options.device)
@@ -96,19 +98,19 @@ def main() -> None:
         None,
     )
     stepper, state, forward = prepared(plan, options, device)
-    batch, rate = batch_of(plan, device), plan.rate / 10
+    batch, lr = batch_of(plan, device), plan.peak_lr / 10
 
     began = time.perf_counter()
-    stepper.step(state, forward, batch, rate)
+    stepper.step(state, forward, batch, lr)
     first = time.perf_counter() - began
     for _ in range(3):
-        stepper.step(state, forward, batch, rate)
+        stepper.step(state, forward, batch, lr)
     whole, here = [], []
     for _ in range(options.rounds):
         synchronise(device)
         began = time.perf_counter()
         for _ in range(options.steps):
-            taken = stepper.take(state, forward, batch, rate)
+            pending = stepper.launch(state, forward, batch, lr)
         here.append((time.perf_counter() - began) / options.steps)
         synchronise(device)
         whole.append((time.perf_counter() - began) / options.steps)
@@ -117,12 +119,11 @@ def main() -> None:
     found = {
         "recipe": options.recipe, "changes": options.set, "mode": options.mode, "short": options.short,
         "step_ms": 1e3 * step, "busy_ms": 1e3 * busy, "images_per_second": plan.batch / step, "first_s": first,
-        "peak_mib": peak, "loss": taken.read().loss,
+        "peak_mib": peak, "loss": pending.read().loss,
     }  # fmt: skip
     print(
-        f"a step of {plan.batch}: {1e3 * step:.2f} ms, {plan.batch / step:,.0f} img/s; this process is busy for"
-        f" {1e3 * busy:.2f} ms of it; the first took {first:.1f} s"
-        + (f"; peak {peak:,.0f} MiB" if peak is not None else "")
+        f"batch {plan.batch}: {1e3 * step:.2f} ms per step, {plan.batch / step:,.0f} images/s; host time"
+        f" {1e3 * busy:.2f} ms; first step {first:.1f} s" + (f"; peak {peak:,.0f} MiB" if peak is not None else "")
     )
     if options.json:
         with open(options.json, "a", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""The benchmark against other libraries gives one-line errors."""
+"""benchmarks/gpu.py: option errors and loss curves."""
 
 import json
 import re
@@ -18,23 +18,23 @@ from vitrail.errors import ConfigError
     [
         (["--batch", "0"], "--batch is 0; give 1 or more"),
         (["--seconds", "nan"], "--seconds is nan; give 0 or more"),
-        (["--contestants", "("], "'(' is no regular expression"),
-        (["--only", "inference:Q/16"], "no row is called 'inference:Q/16'"),
+        (["--contestants", "("], "'(' is not a regular expression"),
+        (["--only", "inference:Q/16"], "there is no row 'inference:Q/16'"),
         (["--curve", "0"], "--curve is 0; give 1 or more steps"),
         (["--curve", "5", "--seeds", "0"], "--seeds is 0; give 1 or more"),
         (["--small"], "give --curve and a number of steps, too"),
         (["--starts", "2"], "--starts are those of a loss curve; give --curve"),
         (["--curve", "5", "--starts", "2", "--seeds", "3"], "leave --seeds out"),
         (["--curve", "5", "--nudges", "3"], "--nudges is how often runs from --starts are repeated; give those"),
-        (["--curve", "5", "--nudge", "1e-3"], "--nudge is how far --nudges go; give those"),
-        (["--curve", "5", "--starts", "2", "--nudges", "3", "--nudge", "0"], "and a share between 0 and 1"),
+        (["--curve", "5", "--nudge", "1e-3"], "--nudge is the size of --nudges; give those"),
+        (["--curve", "5", "--starts", "2", "--nudges", "3", "--nudge", "0"], "and a fraction between 0 and 1"),
         (["--curve", "5", "--small", "--batch", "3"], "--small is a model of its own"),
-        (["--json", "no/such/folder/file.json"], "make no/such/folder first"),
-        (["--images", "nothing.npy"], "give an .npy file that exists"),
-        (["--carried", "nothing"], "--carried nothing is no folder"),
+        (["--json", "no/such/folder/file.json"], "create no/such/folder first"),
+        (["--images", "nothing.npy"], "give an existing .npy file"),
+        (["--carried", "nothing"], "--carried nothing is not a folder"),
     ],
 )
-def test_invalid_options(
+def test_invalid_options_are_rejected(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", *arguments])
@@ -44,21 +44,21 @@ def test_invalid_options(
     assert message in capsys.readouterr().err
 
 
-def test_unavailable_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_device_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cuda:77"])
     with pytest.raises(ConfigError, match="is not available on this machine"):
         gpu.parse()
 
 
-def test_invalid_sizes() -> None:
-    with pytest.raises(ConfigError, match="'B/16@x' is no size"):
+def test_an_invalid_size_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="'B/16@x' is not a size"):
         gpu.config_of("B/16@x")
     assert gpu.config_of("B/16@384").image_size == (384, 384)
 
 
 @pytest.fixture
 def _recompile_limit() -> Iterator[None]:
-    """Restore torch's global settings for other tests; monkeypatch cannot, because torch hides the originals."""
+    """Restore torch's recompile limit, which the program raises; monkeypatch cannot restore it."""
     limit = torch._dynamo.config.recompile_limit
     with torch._dynamo.config.patch(recompile_limit=limit):
         yield
@@ -89,7 +89,7 @@ def test_loss_curves_can_be_compared(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_recompile_limit")
-def test_initial_weights_can_be_reused(
+def test_one_initialisation_can_be_perturbed_many_times(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     kept = tmp_path / "scatter.json"
@@ -104,16 +104,14 @@ def test_initial_weights_can_be_reused(
     assert "start 3, fast, nudge 2: never below 2, 2." in capsys.readouterr().out
 
 
-def test_when_something_is_learned() -> None:
-    assert (
-        gpu.when_learned([4.0] * 7 + [1.0] * 20) == "below 2 from step 4 on"
-    )  # ten steps with more than 20/3 of these
+def test_when_learned_finds_the_first_step_below_the_threshold() -> None:
+    assert gpu.when_learned([4.0] * 7 + [1.0] * 20) == "below 2 from step 4 on"  # the ten-step mean falls below 2 there
     assert gpu.when_learned([4.0] * 30) == "never below 2"
 
 
-def test_contestants_are_selected_by_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contestants_are_selected_by_regular_expressions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", "--contestants", "^vitrail$", "timm graphs"])
     assert list(gpu.contestants(gpu.parse(), None)["training"]) == ["vitrail", "timm graphs"]
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", "--contestants", "nobody"])
-    with pytest.raises(ConfigError, match="no contestant is called nobody; there are vitrail bf16, timm compile"):
+    with pytest.raises(ConfigError, match="no contestant matches nobody; choose from vitrail bf16, timm compile"):
         gpu.contestants(gpu.parse(), None)

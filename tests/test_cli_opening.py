@@ -196,7 +196,7 @@ def test_fine_tuning_with_other_heads_is_another_run(images: Path, tmp_path: Pat
     done = CliRunner().invoke(app, [*line, "--override", "heads=1"])
     assert isinstance(done.exception, vitrail.ConfigError)
     plain = CliRunner().invoke(app, ["train", str(images), *HEADS])
-    assert "name one with --from" in str(plain.exception)
+    assert "add --from" in str(plain.exception)
 
 
 def test_the_server_takes_overrides_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

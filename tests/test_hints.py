@@ -15,7 +15,7 @@ from vitrail.models.config import FIELD_ALIASES, ViTConfig
 from vitrail.models.variants import PAPER, variant_config
 from vitrail.runtime import choose_device
 from vitrail.training.defaults import DataFacts, resolve_defaults
-from vitrail.training.recipe import ALSO_CALLED, full_name, option_names, read_recipe
+from vitrail.training.recipe import ALIASES, full_name, option_names, read_recipe
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_short_names_suggest_the_full_name(change: str, full: str) -> None:
 
 def test_suggested_names_exist() -> None:
     names = option_names()
-    assert set(ALSO_CALLED.values()) <= set(names)
+    assert set(ALIASES.values()) <= set(names)
     assert len(names) == len(set(names))
     assert full_name("lr") == "optimizer.lr"
     assert full_name("epochs") == "epochs"
@@ -103,7 +103,7 @@ def test_the_paper_model_at_any_size() -> None:
 
 @pytest.mark.parametrize("changes", ["epochs=1", {"epochs": 1}])
 def test_changes_are_a_list(changes: object) -> None:
-    with pytest.raises(ConfigError, match=r"write a list of texts: changes=\['optimizer.lr=3e-4'\]"):
+    with pytest.raises(ConfigError, match=r"pass a list of strings: changes=\['optimizer.lr=3e-4'\]"):
         read_recipe("scratch-small", changes)
 
 
@@ -150,6 +150,7 @@ def test_config_fields_with_timm_names(name: str, ours: str) -> None:
         ({"batch_size": 64}, "changes=['batch=64']"),
         ({"compile": True}, "changes=['compile=true']"),
         ({"num_workers": 2}, "vitrail calls it workers"),
+        ({"weights": True}, "vitrail calls it pretrained"),
         ({"foldr": "runs"}, "did you mean 'folder'?"),
     ],
 )

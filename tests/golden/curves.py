@@ -1,9 +1,9 @@
-"""Training that a change of names or structure must not change, to the last bit: losses, weights, logits, a resume.
+"""Golden training runs, compared bit for bit: losses, weights, logits, a resume.
 
-    python tests/golden/curves.py                      print what this tree gives on this machine, as JSON
-    python tests/golden/curves.py --against main~3     train in both trees on this machine and compare, exactly
+    python tests/golden/curves.py                      print the values of this tree on this machine, as JSON
+    python tests/golden/curves.py --against main~3     train both trees on this machine and compare exactly
 
-Other CPUs round otherwise, so the golden file that comes with the tests (`curves.json`) is compared with a tolerance.
+Other CPUs round differently, so the tests compare with the golden file (`curves.json`) within a tolerance.
 """
 
 import argparse
@@ -33,11 +33,11 @@ RECIPES = {
     "augreg": ["epochs=none", *SMALL, "schedule.warmup_steps=10"],
     "finetune": ["patience=0"],
 }
-"""Three recipes, and what makes the larger ones small."""
+"""Three recipes, with changes that make the larger ones small."""
 
 
 def curves(folder: Path) -> dict[str, Any]:
-    """Train each recipe for 50 steps; the last one begins with the model of the first."""
+    """Train each recipe for 50 steps; the last one fine-tunes the model of the first."""
     torch.set_num_threads(1)
     first = folder / "scratch-small" / "best"
     return {name: _curve(name, changes, folder, first) for name, changes in RECIPES.items()}
@@ -55,7 +55,7 @@ def _curve(name: str, changes: list[str], folder: Path, first: Path) -> dict[str
 
     straight = run()
     found = {"losses": losses(straight), "weights": weights(straight), "logits": logits(straight / "best")}
-    # A run without its last state resumes from the one in the middle, and must come to the same end.
+    # Without its last state, a run resumes from the middle one and must end with the same weights.
     shutil.rmtree(straight / "state" / f"{STEPS:08d}")
     resumed = run()
     if (losses(resumed), weights(resumed)) != (found["losses"], found["weights"]):
@@ -64,7 +64,7 @@ def _curve(name: str, changes: list[str], folder: Path, first: Path) -> dict[str
 
 
 def losses(run: Path) -> list[float]:
-    """Return the loss of every step, once: a resumed run writes some of them twice."""
+    """Return the loss of every step once: a resumed run writes some of them twice."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     by_step = {row["step"]: row["loss"] for row in rows if "loss" in row}
     return [by_step[step] for step in sorted(by_step)]
@@ -76,7 +76,7 @@ def weights(run: Path) -> dict[str, str]:
 
 
 def logits(bundle: Path) -> str:
-    """Return the digest of what a model gives for a fixed input."""
+    """Return the digest of a model's logits for a fixed input."""
     model = vitrail.load(bundle).model.eval()
     height, width = model.config.image_size
     wave = torch.sin(torch.arange(2 * model.config.channels * height * width) * 0.37)
@@ -94,7 +94,7 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def against(ref: str) -> int:
-    """Compare this tree with another commit, each by its own copy of this file; say what differs."""
+    """Compare this tree with another commit, each with its own copy of this file; print the differences."""
     with tempfile.TemporaryDirectory() as temporary:
         tree = Path(temporary) / "tree"
         subprocess.run(["git", "worktree", "add", "--detach", "--quiet", str(tree), ref], cwd=ROOT, check=True)

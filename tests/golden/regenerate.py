@@ -1,4 +1,4 @@
-"""Write the golden files anew: `make golden`. A change in one of them is a change users will notice; read the diff."""
+"""Rewrite the golden files: `make golden`. Users notice changes in them, so read the diff."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from vitrail.models.vit import ViT
 
 HERE = Path(__file__).parent
 
-# Every option that adds parameters, spread over models that may have them together.
+# Every option that adds parameters, spread over models that can combine them.
 NAMED = {
     "plain": ViTConfig(depth=1),
     "everything": ViTConfig(
@@ -34,7 +34,7 @@ TINY = ViTConfig(image_size=(16, 24), patch_size=(8, 8), width=24, depth=2, head
 
 
 def parameter_names() -> str:
-    """List name and shape of everything a checkpoint of each model holds: the contract with every saved file."""
+    """List the name and shape of every tensor in each model's checkpoint: the contract with saved files."""
     lines = []
     for title, config in NAMED.items():
         with torch.device("meta"):
@@ -45,12 +45,12 @@ def parameter_names() -> str:
 
 
 def config_fields() -> str:
-    """List every option with its default: the contract with every saved config."""
+    """List every option with its default: the contract with saved configs."""
     return json.dumps(json.loads(ViTConfig().to_json()), indent=2) + "\n"
 
 
 def logits() -> str:
-    """Run a tiny model on the sample image; its weights are a formula, because random draws differ by processor."""
+    """Run a tiny model on the sample image; its weights follow a formula, because random draws differ between CPUs."""
     model = ViT(TINY).eval()
     with torch.no_grad():
         for i, parameter in enumerate(model.parameters()):

@@ -1,4 +1,4 @@
-"""Two runs that all tests of reports share. Who changes one takes a copy."""
+"""Two runs shared by all report tests; tests that change one use a copy."""
 
 import shutil
 from pathlib import Path
@@ -29,5 +29,5 @@ def copy(run: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def bare(run: Path, tmp_path: Path) -> Path:
-    """A run without its model, whose report is written at once."""
+    """A run without its model, whose report is quick to write."""
     return shutil.copytree(run, tmp_path / "copy", ignore=shutil.ignore_patterns("best", "last", "state"))

@@ -1,4 +1,4 @@
-"""Real runs, as small as they can be, with names that would break a page that trusts them."""
+"""Tiny real runs, with names that would break a page without escaping."""
 
 import csv
 from pathlib import Path
@@ -33,5 +33,5 @@ def images(folder: Path) -> Path:
 
 
 def tiny_run(data: str | Path, folder: Path, *changes: str) -> Run:
-    """Train for a moment."""
+    """Train briefly."""
     return train(data, changes=[*TINY, *changes], folder=folder, device="cpu", workers=0, quiet=True)

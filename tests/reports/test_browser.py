@@ -1,4 +1,4 @@
-"""A report in a real Chromium: nothing is fetched, nothing complains, everything shows, also on a phone."""
+"""A report in Chromium: no requests, no console errors, everything visible, also on a phone."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +30,7 @@ def files(run: Path, other_run: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 class Opened(NamedTuple):
-    """A page, and all that it asked for and complained about."""
+    """A page with its requests and console messages."""
 
     page: Any
     requests: list[str]
@@ -61,7 +61,7 @@ EVERYWHERE = [
 @pytest.mark.parametrize(
     "opened", EVERYWHERE, indirect=True, ids=lambda case: f"{case[0]}-{case[1]['width']}-{case[2]}"
 )
-def test_it_shows_whole_and_asks_for_nothing(opened: Opened) -> None:
+def test_the_page_is_complete_and_makes_no_requests(opened: Opened) -> None:
     page = opened.page
     assert page.evaluate("document.images.length") > 0
     assert page.evaluate("[...document.images].filter(i => !i.complete || !i.naturalWidth).length") == 0
@@ -74,7 +74,7 @@ def test_it_shows_whole_and_asks_for_nothing(opened: Opened) -> None:
 
 
 @pytest.mark.parametrize("opened", [("one", DESKTOP, "light")], indirect=True)
-def test_a_name_that_looks_like_a_script_shows_as_text(opened: Opened) -> None:
+def test_a_script_in_a_name_is_shown_as_text(opened: Opened) -> None:
     cells = opened.page.locator("#classes tbody th").all_inner_texts()
     assert sorted(cells) == sorted(CLASSES)
     assert opened.page.locator("script").count() == 1
@@ -82,7 +82,7 @@ def test_a_name_that_looks_like_a_script_shows_as_text(opened: Opened) -> None:
 
 
 @pytest.mark.parametrize("opened", [("one", DESKTOP, "light")], indirect=True)
-def test_tables_are_sorted_by_click_and_by_key(opened: Opened) -> None:
+def test_tables_are_sorted_by_mouse_and_keyboard(opened: Opened) -> None:
     page = opened.page
 
     def column(number: int) -> list[str]:
@@ -111,7 +111,7 @@ def test_tables_are_sorted_by_click_and_by_key(opened: Opened) -> None:
 
 
 @pytest.mark.parametrize("opened", [("one", DESKTOP, "dark")], indirect=True)
-def test_dark_is_dark_and_paper_is_white(opened: Opened) -> None:
+def test_dark_mode_and_print_colours(opened: Opened) -> None:
     def light(variable: str) -> float:
         script = "v => getComputedStyle(document.querySelector('svg.chart')).getPropertyValue(v)"
         colour = opened.page.evaluate(script, variable).strip().lstrip("#")
@@ -134,7 +134,7 @@ def test_it_prints(opened: Opened) -> None:
 
 
 @pytest.mark.parametrize("opened", [("one", PHONE, "light")], indirect=True)
-def test_what_is_wide_scrolls_in_a_box_that_the_keyboard_reaches(opened: Opened) -> None:
+def test_wide_content_scrolls_and_is_focusable(opened: Opened) -> None:
     boxes = opened.page.locator(".box")
     assert boxes.count() >= 3
     for box in boxes.all():
@@ -146,7 +146,7 @@ SHADOW = "(side) => getComputedStyle(document.querySelector('#classes .scroller'
 
 
 @pytest.mark.parametrize("opened", [("one", size, "light") for size in (PHONE, DESKTOP)], indirect=True)
-def test_a_table_that_is_cut_says_so_and_one_that_fits_does_not(opened: Opened) -> None:
+def test_only_clipped_tables_show_the_scroll_hint(opened: Opened) -> None:
     page = opened.page
     narrow = page.viewport_size["width"] == PHONE["width"]
     box, hint = page.locator("#classes .box"), page.locator("#classes .hint")
@@ -161,7 +161,7 @@ def test_a_table_that_is_cut_says_so_and_one_that_fits_does_not(opened: Opened) 
 
 
 @pytest.mark.parametrize("opened", [("one", PHONE, "light")], indirect=True)
-def test_the_letters_in_the_figure_of_positions_can_be_read_on_a_phone(opened: Opened) -> None:
+def test_the_positions_figure_is_legible_on_a_phone(opened: Opened) -> None:
     figure = opened.page.locator("#inside figure.sheet img[alt*=osition]").first
     shrunk = figure.evaluate("image => image.getBoundingClientRect().width / image.naturalWidth")
     assert TEXT * shrunk >= 9
@@ -181,7 +181,7 @@ CONTRASTS = """() => {
 
 
 @pytest.mark.parametrize("opened", [("one", DESKTOP, scheme) for scheme in ("light", "dark")], indirect=True)
-def test_the_numbers_of_the_confusion_matrix_can_be_read(opened: Opened) -> None:
+def test_the_confusion_matrix_has_enough_contrast(opened: Opened) -> None:
     found = opened.page.evaluate(CONTRASTS)
     assert len(found) >= len(CLASSES)
     assert min(found) >= 4.5

@@ -1,4 +1,4 @@
-"""What a report says is true: of mistakes, recalls, losses, the model, and the images it shows."""
+"""The contents of a report: mistakes, recall, losses, the model, and images."""
 
 import base64
 import io
@@ -30,7 +30,7 @@ def section(page: Page, name: str) -> str:
 
 
 def judged(folder: Path, confidences: list[float]) -> Page:
-    """Write a result in which every image is mistaken, with these confidences, and return its report."""
+    """Write a result in which every prediction is wrong, with these confidences, and return its report."""
     labels = np.zeros(len(confidences), np.int64)
     right = np.array(confidences, np.float32)
     probabilities = np.stack([(1 - right) / 9] * 5 + [right] + [(1 - right) / 9] * 4, axis=1)
@@ -40,26 +40,26 @@ def judged(folder: Path, confidences: list[float]) -> Page:
     return Page(report(folder))
 
 
-def test_a_mistake_of_low_confidence_is_not_called_confident(bare: Path) -> None:
+def test_low_confidence_mistakes_are_not_called_confident(bare: Path) -> None:
     text = judged(bare, [0.273, 0.2, 0.15]).sections["mistakes"]
-    assert "The mistakes of highest confidence" in text
-    assert "No mistake was made with high confidence (80.0% or more); the highest is 27.3%." in text
+    assert "Most confident mistakes" in text
+    assert "No mistake has a confidence of 80.0% or more; the highest is 27.3%." in text
     assert "confidence 27.3%" in text
     assert " sure" not in text
     assert "onfident, and wrong" not in text
 
 
-def test_confident_mistakes_stand_apart_from_the_others(bare: Path) -> None:
+def test_confident_mistakes_are_listed_separately(bare: Path) -> None:
     page = judged(bare, [0.97, 0.85, 0.3])
     above, _, below = section(page, "mistakes").partition("<h3>")
-    assert "Confident, and wrong" in above
+    assert "Confident mistakes" in above
     assert [value in above for value in ("97.0%", "85.0%", "30.0%")] == [True, True, False]
-    assert below.startswith("Wrong with less than 80.0% confidence")
+    assert below.startswith("Mistakes with less than 80.0% confidence")
     assert "confidence 30.0%" in below
 
 
 def test_low_recall_is_not_called_easy(bare: Path) -> None:
-    """Of six classes the best is recognised once in fifteen times."""
+    """The best of six classes has a recall of 1/15."""
     labels = np.repeat(np.arange(6), 15)
     probabilities = np.full((90, 6), 0.02, np.float32)
     probabilities[np.arange(90), (labels + 1) % 6] = 0.9
@@ -73,7 +73,7 @@ def test_low_recall_is_not_called_easy(bare: Path) -> None:
     assert not re.search("easi|hardest", html, re.IGNORECASE)
 
 
-def test_the_name_of_a_file_is_shown_from_its_beginning(bare: Path) -> None:
+def test_a_file_name_is_shown_from_its_start(bare: Path) -> None:
     result = json.loads((bare / "result.json").read_text())
     long = f"/a/very/long/way/to/{'folders/' * 8}cat/IMG_1118_of_the_morning.JPG"
     result["worst"][0]["name"] = long
@@ -96,7 +96,7 @@ def test_a_short_path_has_both_ends_of_the_name(most: int) -> None:
         assert len(shown) <= most + 2
 
 
-def test_a_mistake_is_shown_as_it_is_stored_and_not_only_as_the_model_saw_it(tmp_path: Path) -> None:
+def test_a_mistake_shows_the_stored_image_and_the_model_input(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     for number in range(24):
         folder = tmp_path / "photos" / str(number % 2)
@@ -122,7 +122,7 @@ def test_a_mistake_is_shown_as_it_is_stored_and_not_only_as_the_model_saw_it(tmp
             assert image.size == (480, 320), "the whole image, and not the square that the model saw"
 
 
-def test_the_loss_curve_says_what_only_the_training_loss_has(bare: Path) -> None:
+def test_the_loss_note_lists_what_only_the_training_loss_has(bare: Path) -> None:
     recipe = (bare / "recipe.toml").read_text()
     (bare / "recipe.toml").write_text(re.sub("label_smoothing = .*", "label_smoothing = 0.1", recipe))
     note = loss_note(read_run(bare))
@@ -137,7 +137,7 @@ def test_the_loss_curve_says_what_only_the_training_loss_has(bare: Path) -> None
     assert "includes" not in loss_note(read_run(bare))
 
 
-def test_the_floor_of_a_smoothed_loss_is_what_a_perfect_model_gets() -> None:
+def test_the_floor_of_a_smoothed_loss_is_a_perfect_models_loss() -> None:
     import torch
 
     objective = Objective(label_smoothing=0.1)
@@ -146,32 +146,32 @@ def test_the_floor_of_a_smoothed_loss_is_what_a_perfect_model_gets() -> None:
     assert math.isclose(_floor(0.1, 10), 0.5003, abs_tol=1e-3)
 
 
-def test_the_model_is_summed_up(run: Path) -> None:
+def test_the_model_summary(run: Path) -> None:
     text = " ".join(Page(report(run, out=run.parent / "summary.html")).sections["model"].split())
     config = json.loads((run / "best" / "config.json").read_text())["vitrail"]["vit"]
     assert "2 blocks of width 16 with 2 heads" in text
     assert "16×16 pixels, 3 channels; 2×2 patches of 8×8" in text
     assert config["stem"] == "conv"
-    assert "a convolution whose stride is its kernel" in text
+    assert "patch convolution" in text
     session = json.loads((run / "sessions.json").read_text())[0]
     assert session["device"] in text
     assert re.search(r"Time ?\d+(\.\d)? (s|min)", text)
 
 
-def test_a_run_that_was_killed_does_not_claim_to_know_its_time(bare: Path) -> None:
+def test_the_time_of_a_killed_run_is_a_lower_bound(bare: Path) -> None:
     session = json.loads((bare / "sessions.json").read_text())[0]
     session["last_step"] = 2
     (bare / "sessions.json").write_text(json.dumps([session]))
-    assert re.search(r"more than .* \(2 of \d+ steps noted\)", Page(report(bare)).sections["model"])
+    assert re.search(r"more than .* \(2 of \d+ steps recorded\)", Page(report(bare)).sections["model"])
     (bare / "sessions.json").write_text("[")
-    assert "not noted by this run" in Page(report(bare)).sections["model"]
+    assert "not recorded by this run" in Page(report(bare)).sections["model"]
 
 
-def test_the_classes_are_shown(bare: Path) -> None:
+def test_class_samples_are_shown(bare: Path) -> None:
     page = Page(report(bare))
     for name in CLASSES:
         alts = [image.get("alt") for image in page.all("img")]
         assert alts.count(f"a training image of {name}") == 4
     shutil.rmtree(bare / "samples")
     without = Page(report(bare))
-    assert "What the classes look like" not in without.sections["data"]
+    assert "Example images" not in without.sections["data"]

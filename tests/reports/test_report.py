@@ -1,4 +1,4 @@
-"""A report tells what the run's files say, whatever is missing in them, and is one file that trusts no name."""
+"""Reports: they match the run's files, survive missing files, are self-contained and escape every name."""
 
 import base64
 import hashlib
@@ -20,7 +20,7 @@ from vitrail.data.sources.source import Arrays
 from vitrail.errors import ConfigError
 from vitrail.evaluation import Predictions, evaluate_predictions
 from vitrail.metrics.intervals import wilson_interval
-from vitrail.reports.formatting import points, share, span
+from vitrail.reports.formatting import as_percent, points, span
 from vitrail.reports.report import report, report_of_finished
 from vitrail.reports.run_artifacts import RunArtifacts
 from vitrail.reports.run_record import read_run
@@ -29,7 +29,7 @@ MARKUP = "<i>\"'><b evil=\"\" evil='' "
 
 
 class Page(HTMLParser):
-    """What a browser would make of a page: its elements, and its text by section."""
+    """A parsed page: its elements, and its text by section."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def page(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Page:
     return Page(report(run, out=tmp_path_factory.mktemp("page") / "report.html"))
 
 
-def test_the_page_needs_nothing_else(page: Page) -> None:
+def test_the_page_is_self_contained(page: Page) -> None:
     assert len(page.html) < 8_000_000
     for tag in ("link", "iframe", "object", "embed", "base", "form"):
         assert page.all(tag) == []
@@ -75,7 +75,7 @@ def test_the_page_needs_nothing_else(page: Page) -> None:
     assert "@import" not in page.html
 
 
-def test_only_our_own_script_and_style_may_run(page: Page) -> None:
+def test_the_content_security_policy(page: Page) -> None:
     policy = next(m["content"] for m in page.all("meta") if m.get("http-equiv") == "Content-Security-Policy") or ""
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
@@ -84,24 +84,24 @@ def test_only_our_own_script_and_style_may_run(page: Page) -> None:
         assert len(found) == 1
         digest = base64.b64encode(hashlib.sha256(found[0].encode()).digest()).decode()
         assert f"{tag}-src 'sha256-{digest}'" in policy
-    # With such a policy these would be refused, and tell of themselves on the console.
+    # The policy would block these and log to the console.
     assert not [attributes for _, attributes in page.elements if "style" in attributes]
     assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
 
 
-def test_baselines_are_named_and_what_a_result_lacks_is_at_the_top(page: Page, run: Path) -> None:
+def test_baselines_and_warnings_are_at_the_top(page: Page, run: Path) -> None:
     result = json.loads((run / "result.json").read_text())
     assert result["warnings"], "the classes of this run are hard to tell apart"
     for text in result["warnings"]:
         assert text[1:] in page.sections[""]
-    assert f"gives {share(result['baselines']['majority'])}, chance 33.3%." in page.sections[""]
+    assert f"gives {as_percent(result['baselines']['majority'])}, chance 33.3%." in page.sections[""]
     assert "chance 33.3%" in page.sections["result"]
     log = (run / "log.txt").read_text()
     assert f"WARNING: {result['warnings'][0]}\n" in log
     assert f"always {result['baselines']['majority_class']!r} gives " in log.splitlines()[-1]
 
 
-def test_names_are_text(page: Page) -> None:
+def test_names_are_escaped(page: Page) -> None:
     assert len(page.all("script")) == 1
     assert page.all("i") == [], "the run's name is no markup"
     for name in CLASSES:
@@ -110,7 +110,7 @@ def test_names_are_text(page: Page) -> None:
 
 
 def marked(content: object) -> object:
-    """Put markup into every text of a JSON file, and into the names that are keys."""
+    """Put markup into every string of a JSON file, including class-name keys."""
     match content:
         case str():
             return f"{content}{MARKUP}"
@@ -131,7 +131,7 @@ def _marked_names(table: dict[str, object]) -> dict[str, object]:
     }
 
 
-def test_no_text_of_a_run_is_markup(copy: Path, tmp_path: Path) -> None:
+def test_every_string_of_a_run_is_escaped(copy: Path, tmp_path: Path) -> None:
     other = shutil.copytree(copy, tmp_path / f"other{MARKUP.replace('/', '')}")
     for file in ("result.json", "check.json", "origin.json"):
         (copy / file).write_text(json.dumps(marked(json.loads((copy / file).read_text()))))
@@ -153,16 +153,16 @@ def test_no_text_of_a_run_is_markup(copy: Path, tmp_path: Path) -> None:
         assert MARKUP[:9] in alone.sections[section], section
 
 
-def test_the_head_says_how_good_the_model_is(page: Page, run: Path) -> None:
+def test_the_headline_has_the_accuracy(page: Page, run: Path) -> None:
     result = json.loads((run / "result.json").read_text())
     low, high = result["top1_interval"]
     text = " ".join(page.sections[""].split())
-    assert f"Right on {share(result['top1'])} of {result['images']} held-out images" in text
-    assert f"between {share(low)} and {share(high)}" in text
+    assert f"{as_percent(result['top1'])} accuracy on {result['images']} held-out images" in text
+    assert f"interval is {as_percent(low)} to {as_percent(high)}" in text
     assert f"95% interval {span(tuple(result['macro_f1_interval']))}" in page.sections["result"]
 
 
-def test_each_part_is_there(page: Page, run: Path) -> None:
+def test_every_section_is_present(page: Page, run: Path) -> None:
     assert list(page.sections) == [
         "", "result", "mistakes", "classes", "confusion", "calibration", "curves", "model", "inside", "data",
         "reproduce",
@@ -183,8 +183,8 @@ def test_each_mistake_has_its_image_and_a_map(page: Page, run: Path) -> None:
     worst = json.loads((run / "result.json").read_text())["worst"][:12]
     assert worst, "the images are meant to be hard"
     saw = [image["alt"] or "" for image in page.all("img")]
-    assert sum(alt.endswith("as the model saw it") for alt in saw) == len(worst)
-    assert [alt.removeprefix("what spoke for ") for alt in saw if alt.startswith("what spoke")] == [
+    assert sum(alt.endswith(", model input") for alt in saw) == len(worst)
+    assert [alt.removeprefix("relevance for ") for alt in saw if alt.startswith("relevance for")] == [
         mistake["predicted"] for mistake in worst
     ]
 
@@ -193,18 +193,18 @@ def test_each_mistake_has_its_image_and_a_map(page: Page, run: Path) -> None:
     "said",
     [
         {
-            "check.json": ("data", "check.json is not there"),
-            "test_predictions.parquet": ("reproduce", "is not there; pip install 'vitrail[train]' adds it"),
-            "metrics.jsonl": ("curves", "holds no steps"),
-            "split.json": ("mistakes", "does not say where it is"),
+            "check.json": ("data", "check.json is missing"),
+            "test_predictions.parquet": ("reproduce", "missing; pip install 'vitrail[train]' adds it"),
+            "metrics.jsonl": ("curves", "has no steps"),
+            "split.json": ("mistakes", "does not record its path"),
             "best/model.safetensors": ("inside", "The best model cannot be opened"),
         },
-        {"origin.json": ("inside", "does not say where it is")},
+        {"origin.json": ("inside", "does not record its path")},
         {"result.json": ("", "Not finished: step 16")},
     ],
     ids=lambda said: "+".join(said),
 )
-def test_what_is_missing_is_said_in_its_place(copy: Path, said: dict[str, tuple[str, str]]) -> None:
+def test_missing_files_are_reported_in_place(copy: Path, said: dict[str, tuple[str, str]]) -> None:
     for file in said:
         (copy / file).unlink()
     page = Page(report(copy))
@@ -212,11 +212,11 @@ def test_what_is_missing_is_said_in_its_place(copy: Path, said: dict[str, tuple[
         assert words in " ".join(page.sections[section].split())
     if "result.json" in said:
         assert "So far the checkpoint of step" in page.sections["result"]
-        assert "nothing has been measured on held-out images yet" in page.sections["confusion"]
+        assert "it has not been evaluated on held-out images yet" in page.sections["confusion"]
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"result": "from another version"}'])
-def test_damaged_files_are_said_too(bare: Path, content: str) -> None:
+def test_corrupt_files_are_reported(bare: Path, content: str) -> None:
     for file in ("result.json", "check.json"):
         (bare / file).write_text(content)
     page = Page(report(bare))
@@ -227,43 +227,43 @@ def test_damaged_files_are_said_too(bare: Path, content: str) -> None:
 @pytest.mark.parametrize(
     "change", [{"images": 0}, {"confusion": [[1]]}, {"per_class": []}, {"classes": ["a", "b"]}], ids=str
 )
-def test_a_result_whose_parts_do_not_fit_is_said_too(bare: Path, change: dict[str, object]) -> None:
+def test_an_inconsistent_result_is_reported(bare: Path, change: dict[str, object]) -> None:
     result = json.loads((bare / "result.json").read_text())
     (bare / "result.json").write_text(json.dumps({**result, **change}))
-    assert "is not as this version of vitrail writes it" in read_run(bare).why_no_result
+    assert "was not written by this version of vitrail" in read_run(bare).why_no_result
 
 
-def test_data_that_is_gone_or_changed_is_said(copy: Path, tmp_path: Path) -> None:
+def test_missing_or_changed_data_is_reported(copy: Path, tmp_path: Path) -> None:
     origin = json.loads((copy / "origin.json").read_text())
     (copy / "origin.json").write_text(json.dumps({**origin, "data": str(tmp_path / "moved.csv")}))
     gone = Page(report(copy))
     assert "The images cannot be shown" in gone.sections["mistakes"]
-    assert "taken for" in gone.sections["mistakes"], "what is known of the mistakes is still told"
+    assert "predicted as" in gone.sections["mistakes"], "what is known of the mistakes is still told"
     (copy / "origin.json").write_text(json.dumps(origin))
     result = json.loads((copy / "result.json").read_text())
     result["worst"][0]["name"] = "somewhere/else.png"
     (copy / "result.json").write_text(json.dumps(result))
-    assert "another image is in its place" in Page(report(copy)).sections["mistakes"]
+    assert "another image has taken its place" in Page(report(copy)).sections["mistakes"]
 
 
-def test_a_number_that_is_softer_than_it_looks_comes_with_a_warning(bare: Path) -> None:
+def test_a_wide_interval_warns(bare: Path) -> None:
     split, result = (json.loads((bare / file).read_text()) for file in ("split.json", "result.json"))
     (bare / "split.json").write_text(json.dumps({**split, "counts": {**split["counts"], "test": {}}}))
     assert "selected on these same images" in Page(report(bare)).sections[""]
     (bare / "result.json").write_text(json.dumps({**result, "kind": "training images"}))
-    assert "No image was held out" in Page(report(bare)).sections[""]
+    assert "No images were held out" in Page(report(bare)).sections[""]
 
 
 @pytest.mark.slow
-def test_without_held_out_images_the_head_warns(data: Path, tmp_path: Path) -> None:
+def test_without_held_out_images_the_headline_warns(data: Path, tmp_path: Path) -> None:
     folder = tiny_run(data, tmp_path / "all", "data.val=0", "data.test=0", "epochs=1").folder
     head = Page(report(folder)).sections[""]
     assert "90 training images" in head
-    assert "No image was held out" in head
+    assert "No images were held out" in head
 
 
 @pytest.mark.slow
-def test_without_a_test_part_the_head_warns(data: Path, tmp_path: Path) -> None:
+def test_without_a_test_split_the_headline_warns(data: Path, tmp_path: Path) -> None:
     folder = tiny_run(data, tmp_path / "val", "data.val=0.3", "data.test=0", "epochs=1").folder
     assert "selected on these same images" in Page(report(folder)).sections[""]
 
@@ -275,7 +275,7 @@ def test_digits_are_built_in(tmp_path: Path) -> None:
         folder=tmp_path / "digits", device="cpu", workers=0, quiet=True,
     ).folder  # fmt: skip
     page = Page(folder / "report.html")
-    assert sum((image["alt"] or "").startswith("what spoke") for image in page.all("img")) == 12
+    assert sum((image["alt"] or "").startswith("relevance for") for image in page.all("img")) == 12
     assert len(page.html) < 8_000_000
 
 
@@ -291,12 +291,12 @@ def test_two_hundred_classes_stay_readable(bare: Path) -> None:
     (bare / "result.json").write_text(json.dumps(measured.as_dict()))
     page = Page(report(bare))
     assert len(page.html) < 2_000_000
-    assert "Classes go by their numbers in the table above" in page.sections["confusion"]
+    assert "Classes are labelled by their numbers in the table above" in page.sections["confusion"]
     assert "No." in page.sections["classes"]
     assert all(name in page.sections["classes"] for name in names)
 
 
-def test_a_name_from_right_to_left_turns_nothing_around(bare: Path) -> None:
+def test_right_to_left_names_are_isolated(bare: Path) -> None:
     text = (bare / "result.json").read_text(encoding="utf-8")
     for place, name in enumerate(CLASSES):
         text = text.replace(json.dumps(name), f'"שלום {place}"')
@@ -311,7 +311,7 @@ def test_a_name_from_right_to_left_turns_nothing_around(bare: Path) -> None:
     assert "שלום" not in re.sub("<bdi>.*?</bdi>", "", lead)
 
 
-def test_a_class_has_its_own_interval_and_what_it_is_taken_for(bare: Path) -> None:
+def test_a_class_has_its_interval_and_most_frequent_confusion(bare: Path) -> None:
     matrix = np.array([[20, 10, 0], [0, 10, 0], [2, 0, 3]])
     labels, answers = (np.repeat(places, matrix.flatten()) for places in np.indices(matrix.shape).reshape(2, -1))
     source = Arrays(np.zeros((len(labels), 2, 2), np.uint8), labels, ("a", "b", "c"))
@@ -329,7 +329,7 @@ def test_a_class_has_its_own_interval_and_what_it_is_taken_for(bare: Path) -> No
     assert [row[6:] for row in rows] == [["b", "×10"], ["–"], ["a", "×2"]]
 
 
-def test_a_class_that_is_never_recognised_is_not_among_those_of_highest_recall(bare: Path) -> None:
+def test_a_class_with_zero_recall_is_not_in_the_highest_recall_chart(bare: Path) -> None:
     classes = 6
     labels = np.repeat(np.arange(classes), 20)
     probabilities = np.full((len(labels), classes), 0.02, np.float32)
@@ -341,25 +341,25 @@ def test_a_class_that_is_never_recognised_is_not_among_those_of_highest_recall(b
     assert "asiest" not in page.html
     highest = page.html.partition('aria-label="Highest recall"')[2].partition("</svg>")[0]
     assert "<desc>class 0: 100%</desc>" in highest
-    assert "surer than it should be" in page.sections["calibration"]
+    assert "overconfident" in page.sections["calibration"]
 
 
-def test_few_images_do_not_tell_whether_a_model_is_too_sure(bare: Path) -> None:
+def test_few_images_do_not_show_overconfidence(bare: Path) -> None:
     result = json.loads((bare / "result.json").read_text())
     sure = sum(row["images"] * (row["confidence"] or 0) for row in result["reliability"]) / result["images"]
     result["top1"], result["top1_interval"] = sure - 0.05, (sure - 0.1, sure + 0.1)
     (bare / "result.json").write_text(json.dumps(result))
-    assert "as sure as it may be" in Page(report(bare)).sections["calibration"]
+    assert "well calibrated" in Page(report(bare)).sections["calibration"]
 
 
-def test_a_folder_that_is_no_run_is_refused(copy: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_raises(copy: Path, tmp_path: Path) -> None:
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "sweep.json").write_text("{}")
     for place, words in (
         (tmp_path, "no recipe.toml"),
-        (tmp_path / "nowhere", "there is no"),
+        (tmp_path / "nowhere", "does not exist"),
         (tmp_path / "sweep", "holds a sweep"),
-        (copy / "best", "name the run itself"),
+        (copy / "best", "pass the run folder itself"),
     ):
         with pytest.raises(ConfigError, match=words):
             report(place)
@@ -368,17 +368,17 @@ def test_a_folder_that_is_no_run_is_refused(copy: Path, tmp_path: Path) -> None:
         report(copy)
 
 
-def test_only_a_report_is_written_over(bare: Path, tmp_path: Path) -> None:
+def test_only_reports_are_overwritten(bare: Path, tmp_path: Path) -> None:
     assert report(bare) == report(bare) == bare / "report.html"
     letter = tmp_path / "letter.html"
     letter.write_text("dear")
     pipe = bare / "pipe.html"
     os.mkfifo(pipe)
     for target, words in (
-        (pipe, "is no file"),
-        (letter, "is no report"),
+        (pipe, "is not a regular file"),
+        (letter, "is not a report"),
         (tmp_path, "is a folder"),
-        (tmp_path / "no" / "where.html", "there is no folder"),
+        (tmp_path / "no" / "where.html", "does not exist"),
     ):
         with pytest.raises(ConfigError, match=words):
             report(bare, out=target)
@@ -387,7 +387,7 @@ def test_only_a_report_is_written_over(bare: Path, tmp_path: Path) -> None:
 
 
 def call(*words: str) -> int | str | None:
-    """Run the command in this process; another one would spend its time on importing torch."""
+    """Run the command in this process, because importing torch in another is slow."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["vitrail", *words])
         with pytest.raises(SystemExit) as ended:
@@ -395,7 +395,9 @@ def call(*words: str) -> int | str | None:
     return ended.value.code
 
 
-def test_the_command_says_where_the_report_is(bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_path_of_the_report(
+    bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert call("report", str(bare), "--out", str(tmp_path / "page.html")) == 0
     assert capsys.readouterr().out == f"the report is {tmp_path / 'page.html'}\n"
     assert call("report", str(tmp_path)) == 2
@@ -410,12 +412,12 @@ def test_the_command_says_where_the_report_is(bare: Path, tmp_path: Path, capsys
         (
             "result.json",
             '{"result": "from another version"}',
-            "result.json is not as this version of vitrail writes",
+            "result.json was not written by this version of vitrail",
         ),
         ("check.json", "[]", "check.json is not a JSON object"),
         ("split.json", '{"names": ', "split.json is not JSON"),
         ("origin.json", "\x00", "origin.json is not JSON"),
-        ("metrics.jsonl", "gar\nbage\n", "metrics.jsonl has 2 lines that cannot be read"),
+        ("metrics.jsonl", "gar\nbage\n", "metrics.jsonl has 2 unreadable lines"),
         ("sessions.json", "[{}]", "sessions.json cannot be read, so the report lacks time and hardware"),
         ("samples/samples.json", "{", "samples.json cannot be read, so the report lacks images of the classes"),
         ("best/config.json", "{", "config.json is not JSON"),
@@ -438,11 +440,11 @@ def test_a_file_that_cannot_be_read_is_named(
     assert line.startswith("WARNING: ")
     assert lacks in line
     assert lacks in " ".join(Page(copy / "report.html").sections[""].split())
-    report(copy)  # from Python it is logged
+    report(copy)  # the Python function logs it
     assert [record.message for record in caplog.records if record.name == "vitrail"] == [line.removeprefix("WARNING: ")]
 
 
-def test_a_folder_in_the_place_of_a_file_is_named(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_in_place_of_a_file_is_named(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for file in ("split.json", "metrics.jsonl"):
         (copy / file).unlink()
         (copy / file).mkdir()
@@ -452,16 +454,14 @@ def test_a_folder_in_the_place_of_a_file_is_named(copy: Path, capsys: pytest.Cap
     assert all("Is a directory" in line for line in lines)
 
 
-def test_a_whole_run_and_one_cut_short_by_a_crash_warn_of_nothing(
-    copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_intact_and_interrupted_runs_do_not_warn(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (copy / "metrics.jsonl").open("a") as file:
         file.write('{"step": 17, "lo')
     assert call("report", str(copy)) == 0
     assert capsys.readouterr().err == ""
 
 
-def test_two_runs_name_the_predictions_that_cannot_be_read(
+def test_unreadable_predictions_of_two_runs_are_named(
     copy: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (copy / "test_predictions.parquet").write_text("no parquet")
@@ -477,14 +477,14 @@ def test_small_differences_have_no_sign() -> None:
     assert [points(x) for x in (0.0, -1e-5, 0.012, -0.012)] == ["0.0", "0.0", "+1.2", "\N{MINUS SIGN}1.2"]
 
 
-def test_the_images_looked_at_are_from_all_of_the_data() -> None:
+def test_images_are_spread_over_the_data() -> None:
     source = Arrays(np.zeros((200, 2, 2), np.uint8), np.zeros(200, np.int64), ("a",))
     found = RunArtifacts(None, None, "", source, "").some(128)
     assert len(found) == len({item.name for item in found}) == 128
     assert found[-1].name == os.fsencode(source.name(199))
 
 
-def test_training_ends_with_the_report_and_does_not_fail_for_it(
+def test_training_writes_the_report_and_survives_its_failure(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["train", str(data), "--run", str(tmp_path / "run"), "--device", "cpu", "--workers", "0"]
@@ -494,20 +494,20 @@ def test_training_ends_with_the_report_and_does_not_fail_for_it(
     assert capsys.readouterr().out.splitlines()[-1] == f"the report is {target}"
     assert EVIL in Page(target).sections["classes"]
     target.unlink()
-    target.mkdir()  # nothing can be written in its place
+    target.mkdir()  # so that the report cannot be written
     assert call(*words) == 0
-    assert f"there is no report, because {target} is a folder" in capsys.readouterr().err
+    assert f"the report was not written: {target} is a folder" in capsys.readouterr().err
 
 
-def test_whatever_a_report_meets_it_is_a_sentence(copy: Path) -> None:
+def test_any_error_becomes_a_message(copy: Path) -> None:
     shutil.rmtree(copy / "best")
     (copy / "recipe.toml").unlink()
     path, said = report_of_finished(copy)
     assert path is None
-    assert said.startswith("there is no report, because")
+    assert said.startswith("the report was not written:")
 
 
-def test_a_candidate_that_lost_says_why_it_has_no_summary(copy: Path) -> None:
+def test_a_rejected_candidate_explains_its_missing_result(copy: Path) -> None:
     (copy / "result.json").unlink()
     (copy / "candidate.json").write_text("{}")
     assert "candidate of a sweep" in read_run(copy).why_no_result

@@ -1,4 +1,4 @@
-"""Runs to come, for the tests of what memory they take; and what they really do, without any data."""
+"""Planned runs for the memory tests, and the real steps they are compared with."""
 
 from typing import Any
 
@@ -23,14 +23,14 @@ IMAGES = 1_500
 def job(
     *, device: str = "cpu", precision: Precision = "float32", processes: int = 1, side: int = 224, **changes: Any
 ) -> Job:
-    """Return a run as `vitrail train` would plan it, with some of its recipe changed."""
+    """Return a run as `vitrail train` would plan it, with changes to its recipe."""
     recipe = read_recipe("scratch-small").replace(**{"model": SMALL, "batch": 16, **changes})
     plan = resolve_defaults(recipe, DataFacts(IMAGES, tuple("0123456789"), side, grey=False), None)
     return Job(plan, torch.device(device), precision, processes)
 
 
 def train_two_steps(job: Job) -> None:
-    """Do what a run does: make the model, take two steps, measure a batch with the average."""
+    """Do what a run does: build the model, take two steps, evaluate a batch with the average."""
     plan, recipe, device = job.plan, job.plan.recipe, job.device
     model = ViT(plan.model).to(device).train()
     model.gradient_checkpointing = recipe.gradient_checkpointing

@@ -1,4 +1,4 @@
-"""Training written out plainly: autograd and the textbook's formulas in float64, and what both loops are given."""
+"""A plain reference training loop: autograd and textbook formulas in float64, and the inputs of both loops."""
 
 import copy
 import math
@@ -25,13 +25,13 @@ def tiny(**options: Any) -> ViT:
     fields = {"image_size": SIDE, "patch_size": 4, "width": 8, "depth": 2, "heads": 2, "init": "timm"}
     model = ViT(ViTConfig(**fields | {"classes": CLASSES} | options)).train()
     with torch.no_grad():
-        for parameter in model.parameters():  # large enough that every one of them matters
+        for parameter in model.parameters():  # large enough that every one matters
             parameter.add_(torch.randn_like(parameter), alpha=0.3)
     return model
 
 
 def batches(count: int, mixed: str = "none") -> list[Batch]:
-    """Draw batches; `mixed` says how neighbours are to be mixed."""
+    """Draw batches; `mixed` says how neighbours are mixed."""
     generator = torch.Generator().manual_seed(1)
     found = []
     for _ in range(count):
@@ -49,7 +49,7 @@ def batches(count: int, mixed: str = "none") -> list[Batch]:
 
 
 class Case(NamedTuple):
-    """What is varied."""
+    """A test case."""
 
     optimizer: Optimizer
     objective: Objective = Objective()
@@ -70,7 +70,7 @@ class Case(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """What the reference came to."""
+    """The result of the reference loop."""
 
     weights: dict[str, Tensor]
     average: dict[str, Tensor] | None
@@ -88,8 +88,8 @@ def reference(model: ViT, case: Case, data: list[Batch]) -> Reference:
         loss = reference_loss(model, case, batch)
         gradients = torch.autograd.grad(loss, parameters)
         norm = math.sqrt(sum(float((gradient * gradient).sum()) for gradient in gradients))
-        clip = case.optimizer.clip
-        factor = 1.0 if clip is None or norm <= clip else clip / norm
+        max_norm = case.optimizer.max_grad_norm
+        factor = 1.0 if max_norm is None or norm <= max_norm else max_norm / norm
         with torch.no_grad():
             for name, parameter, gradient in zip(names, parameters, gradients, strict=True):
                 decay = case.optimizer.weight_decay if decays(name) else 0.0
@@ -108,14 +108,14 @@ def decays(name: str) -> bool:
 
 
 def layer_share(name: str, layer_decay: float | None) -> float:
-    """Return how fast a parameter of the two-block model learns: the head fully, each layer below a factor slower."""
+    """Return the learning rate scale of a parameter of the two-block model: 1 for the head, a factor less per layer."""
     if layer_decay is None or name.startswith(("head", "norm.")):
         return 1.0
     return layer_decay ** {"blocks.1": 1, "blocks.0": 2}.get(name[:8], 3)
 
 
 def reference_loss(model: nn.Module, case: Case, batch: Batch) -> Tensor:
-    """Return the loss, image by image."""
+    """Return the loss of each image."""
     pixels, smooth = batch.pixels.double(), case.objective.label_smoothing
     images, rows = [], []
     for i in range(IMAGES):

@@ -1,4 +1,4 @@
-"""What is said before training on few photographs."""
+"""Warnings before training on few photos."""
 
 from pathlib import Path
 
@@ -21,22 +21,22 @@ TINY = ["model.width=16", "model.depth=1", "model.heads=1", "model.patch_size=16
     ("images", "side", "fresh", "said"),
     [(551, 300, True, True), (551, 300, False, False), (FEW, 300, True, False), (551, 28, True, False)],
 )
-def test_few_photographs_from_scratch_are_advised_against(images: int, side: int, fresh: bool, said: bool) -> None:
+def test_training_from_scratch_on_few_photos_warns(images: int, side: int, fresh: bool, said: bool) -> None:
     found = before_training(DataFacts(images, ("cat", "dog"), side, grey=False), fresh=fresh)
     assert bool(found) == said
     if said:
-        assert found[0].startswith("few photographs: 551 images")
+        assert found[0].startswith("few photos: training from scratch on 551 images")
         assert f"--from {PRETRAINED}" in found[1]
         assert "hf download timm/vit_small_patch16_224.augreg_in21k --local-dir vit-small" in found[1]
 
 
-def test_the_name_is_one_that_can_be_opened() -> None:
+def test_the_suggested_name_can_be_opened() -> None:
     found = parse(PRETRAINED)
     assert found is not None
     assert found.repository == "timm/vit_small_patch16_224.augreg_in21k"
 
 
-def test_a_journal_in_which_training_and_validation_part_ways() -> None:
+def test_a_gap_between_training_and_validation_warns() -> None:
     steps = [{"step": step, "accuracy": step / 100} for step in range(1, 101)]
     for best, warned in ((50, False), (100, True)):
         validations = [{"step": 50, "val_top1": 0.45, "best": 50}, {"step": 100, "val_top1": 0.5, "best": best}]
@@ -50,7 +50,7 @@ def test_a_journal_in_which_training_and_validation_part_ways() -> None:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Sixteen images of noise, large enough to be photographs."""
+    """Sixteen images of noise, large enough to count as photos."""
     rng = np.random.default_rng(0)
     for label in ("cat", "dog"):
         (tmp_path / "photos" / label).mkdir(parents=True)
@@ -61,28 +61,28 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
-def test_a_sweep_says_of_the_data_once(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_prints_data_messages_once(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (photos / "dog" / "again.png").write_bytes((photos / "cat" / "0.png").read_bytes())
     done = sweep(
         photos, over={"optimizer.lr": [0.001, 0.002]}, changes=[*TINY, "data.test=0", "data.val=0.25"],
         folder=tmp_path / "sweep", device="cpu", workers=0,
     )  # fmt: skip
     shown = " ".join(capsys.readouterr().err.split())
-    for text in ("WARNING: few photographs", "WARNING: better: start from a pretrained", "again.png"):
+    for text in ("WARNING: few photos", "WARNING: better: start from a pretrained", "again.png"):
         assert shown.count(text) <= 1, text
-    assert "WARNING: few photographs" in shown
+    assert "WARNING: few photos" in shown
     assert "again.png" in shown, "conflicting labels are said once, too"
     for candidate in done.candidates:
         log = (candidate.folder / "log.txt").read_text()
-        assert log.count("WARNING: few photographs") == 1, "the log of every run is complete"
+        assert log.count("WARNING: few photos") == 1, "the log of every run is complete"
         assert "again.png" in log
 
 
-def test_a_run_says_it_once_before_it_trains(photos: Path, tmp_path: Path) -> None:
+def test_a_run_warns_once_before_training(photos: Path, tmp_path: Path) -> None:
     changes = [*TINY, "data.test=0", "data.val=0.25"]
     run = train(photos, changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
     lines = (run.folder / "log.txt").read_text().splitlines()
-    places = [place for place, line in enumerate(lines) if line.startswith("WARNING: few photographs")]
+    places = [place for place, line in enumerate(lines) if line.startswith("WARNING: few photos")]
     assert len(places) == 1
     assert "; always 'cat' gives 50.0%, chance 50.0%; " in run.summary
     assert "; evaluated on the validation split; selected on these images; " in run.summary
@@ -96,4 +96,4 @@ def test_a_run_says_it_once_before_it_trains(photos: Path, tmp_path: Path) -> No
         photos, pretrained=run.bundle, changes=["steps=1"], folder=tmp_path / "tuned", device="cpu", workers=0,
         quiet=True,
     )  # fmt: skip
-    assert "few photographs" not in (tuned.folder / "log.txt").read_text()
+    assert "few photos" not in (tuned.folder / "log.txt").read_text()

@@ -1,4 +1,4 @@
-"""The average against a plain loop, its state bit for bit, and swapping it in and out."""
+"""Weight averaging against a plain loop, its state bit for bit, and swapping it in and out."""
 
 from collections.abc import Iterator
 
@@ -39,7 +39,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("warmup", [False, True])
 @pytest.mark.parametrize("start", [0, 4])
-def test_ema_is_the_loop(warmup: bool, start: int) -> None:
+def test_ema_matches_the_plain_loop(warmup: bool, start: int) -> None:
     model = ViT(SMALL)
     average = Average(model, Averaging(kind="ema", decay=0.9, warmup=warmup, start=start))
     expected = {name: tensor.double() for name, tensor in values(model).items()}
@@ -67,7 +67,7 @@ def test_polyak_is_the_mean_from_start_on() -> None:
     torch.testing.assert_close(average.state()["head.weight"].double(), torch.stack(seen).mean(0), rtol=1e-6, atol=1e-6)
 
 
-def test_before_start_it_is_the_weights() -> None:
+def test_before_start_the_average_equals_the_weights() -> None:
     model = ViT(SMALL)
     average = Average(model, Averaging(kind="ema", start=100))
     for step in stepped(model, 3):
@@ -75,7 +75,7 @@ def test_before_start_it_is_the_weights() -> None:
         assert equal(average.state(), values(model))
 
 
-def test_kept_in_float32_where_bf16_would_stand_still() -> None:
+def test_the_average_of_bf16_weights_is_float32() -> None:
     model = nn.Linear(4, 4).bfloat16()
     average = Average(model, Averaging(kind="ema", decay=0.9999))
     before = average.state()["weight"].clone()
@@ -88,7 +88,7 @@ def test_kept_in_float32_where_bf16_would_stand_still() -> None:
 
 
 @pytest.mark.parametrize("kind", ["ema", "polyak"])
-def test_resumed_it_is_the_same_bit_for_bit(kind: str) -> None:
+def test_a_resumed_average_is_bit_identical(kind: str) -> None:
     averaging = Averaging(kind=kind, decay=0.97, warmup=True, start=2)
     model = ViT(SMALL)
     whole = Average(model, averaging)
@@ -105,7 +105,7 @@ def test_resumed_it_is_the_same_bit_for_bit(kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_swapped_in_and_back_bit_for_bit(dtype: torch.dtype) -> None:
+def test_swapping_in_and_out_is_bit_exact(dtype: torch.dtype) -> None:
     model = ViT(SMALL).to(dtype)
     average = Average(model, Averaging(kind="ema", decay=0.5))
     for step in stepped(model, 3):
@@ -131,12 +131,12 @@ def test_copied_into_the_model() -> None:
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_a_state_of_another_model_is_refused() -> None:
+def test_a_state_of_another_model_raises() -> None:
     model = ViT(SMALL)
     average = Average(model, Averaging(kind="ema"))
     before = {name: tensor.clone() for name, tensor in average.state().items()}
     state = average.state()
-    with pytest.raises(CheckpointError, match=r"head\.weight is \(4, 8\) torch\.float32 there and \(3, 8\)"):
+    with pytest.raises(CheckpointError, match=r"head\.weight is \(4, 8\) torch\.float32 in the file and \(3, 8\)"):
         average.load({**state, "head.weight": torch.zeros(4, 8)})
     with pytest.raises(CheckpointError, match="extra is missing in the model"):
         average.load({**state, "extra": torch.zeros(1)})
@@ -145,7 +145,7 @@ def test_a_state_of_another_model_is_refused() -> None:
     assert equal(average.state(), before)
 
 
-def test_no_average_without_averaging() -> None:
+def test_averaging_none_raises() -> None:
     assert not Averaging().on
     with pytest.raises(ConfigError, match="'none'"):
         Average(nn.Linear(1, 1), Averaging())

@@ -1,4 +1,4 @@
-"""What a person sees of a run: on terminals of any width, without one, and without the packages for looking at it."""
+"""Console output of a run: on terminals of any width, without one, and without the optional packages."""
 
 import os
 import pty
@@ -22,9 +22,9 @@ from vitrail.training.train import train
 CHANGES = ["epochs=1", "evaluations=2", "model.width=32", "model.depth=1", "model.heads=1", "model.patch_size=4"]
 CHOICES = [
     ResolvedDefault(
-        "model.image_size", (8, 8), "the shorter sides are about 8 pixels, and 48 are enough for so few images"
+        "model.image_size", (8, 8), "the shorter sides are about 8 pixels, and 48 is enough for so few images"
     ),
-    ResolvedDefault("batch", 64, "about 24 steps for each time the 1,439 images are shown [bold]"),
+    ResolvedDefault("batch", 64, "about 24 steps per epoch of 1,439 images [bold]"),
 ]
 
 
@@ -50,7 +50,7 @@ def printed(thing: object, width: int) -> list[str]:
 # ── the two lines ──
 
 
-def test_it_is_two_lines_on_any_terminal() -> None:
+def test_status_is_two_lines_on_any_terminal() -> None:
     shown = status()
     for width in range(10, 161):
         lines = printed(shown, width)
@@ -61,7 +61,7 @@ def test_it_is_two_lines_on_any_terminal() -> None:
             assert lines[0].endswith("17%   step 2,000/12,000   20:00 left")
 
 
-def test_what_is_said_at_the_usual_widths() -> None:
+def test_status_at_common_widths() -> None:
     memory = r"[\d.]+ [MG]B"
     wide, usual, narrow = (printed(status(), width)[1] for width in (140, 80, 40))
     full = rf"epoch 83.3   loss 1.500   accuracy 62.5%   4,267 images/s   waiting for data 25%   memory {memory}"
@@ -70,7 +70,7 @@ def test_what_is_said_at_the_usual_widths() -> None:
     assert narrow == "loss 1.500   acc. 62.5%   4,267 images/s"
 
 
-def test_the_plain_line_says_all() -> None:
+def test_the_plain_line_has_every_field() -> None:
     line = str(status())
     assert line.startswith(
         "step 2,000/12,000  epoch 83.3  loss 1.500  accuracy 62.5%  4,267 images/s  waiting for data"
@@ -79,14 +79,14 @@ def test_the_plain_line_says_all() -> None:
     assert "\n" not in line
 
 
-def test_the_pace_of_the_first_step_counts_for_nothing() -> None:
+def test_the_first_step_does_not_count_for_throughput() -> None:
     shown = Status()
     shown.update(row(1, seconds=60.0))
     assert printed(shown, 140)[0].endswith("step 1/12,000   … left")
     assert "  … images/s  " in str(shown)
-    assert shown.waited_share == 0
+    assert shown.waiting_fraction == 0
     shown.update(row(2))
-    assert shown.waited_share == pytest.approx(0.25)
+    assert shown.waiting_fraction == pytest.approx(0.25)
     assert "  4,267 images/s  " in str(shown)
     assert str(shown).endswith("24:00 left")
     alone = Status()
@@ -94,25 +94,25 @@ def test_the_pace_of_the_first_step_counts_for_nothing() -> None:
     assert str(alone).endswith("0:00 left")
 
 
-def test_a_status_before_the_first_step_is_nothing() -> None:
+def test_status_before_the_first_step_is_empty() -> None:
     assert printed(Status(), 80) == []
-    assert Status().waited_share == 0
+    assert Status().waiting_fraction == 0
 
 
-def test_memory_is_the_most_so_far() -> None:
+def test_memory_is_the_peak() -> None:
     before = used_memory()
     block = bytearray(os.urandom(1)) * 300_000_000
     while_held = used_memory()
     del block
-    slack = 2_000_000  # each core counts for itself and tells the others now and then
+    slack = 2_000_000  # per-core counters are merged only now and then
     assert used_memory() > while_held - slack > before - 2 * slack
     assert while_held > 300e6
 
 
-# ── what was chosen ──
+# ── resolved defaults ──
 
 
-def test_choices_are_aligned() -> None:
+def test_defaults_are_aligned() -> None:
     table = printed(defaults_table(CHOICES), 140)
     assert [line.index(word) for line, word in zip(table, ("because", "the", "about"), strict=True)] == [25, 25, 25]
     assert defaults_lines(CHOICES)[1] == f"batch             64   {CHOICES[1].reason}"
@@ -155,7 +155,9 @@ def test_a_run_on_a_terminal(tmp_path: Path) -> None:
     written = re.sub(r"\x1b\[[0-9;]*m", "", output.decode())
     assert re.search(r"step [\d]+/20   \d+:\d\d left", written)
     screen = _screen(written)
-    assert max(len(line) for line in screen if not line.startswith(("memory: ", "1,797 "))) <= 80  # notes are whole
+    assert (
+        max(len(line) for line in screen if not line.startswith(("memory: ", "1,797 "))) <= 80
+    )  # messages are not wrapped
     assert not any("left" in line for line in screen), "the two lines go when the run ends"
     assert sum("held-out images" in line for line in screen) == 1
     log = (tmp_path / "run" / "log.txt").read_text().splitlines()
@@ -167,12 +169,12 @@ def test_a_run_on_a_terminal(tmp_path: Path) -> None:
 def _read(terminal: int) -> bytes:
     try:
         return os.read(terminal, 65536)
-    except OSError:  # how Linux says that nobody is at the other end
+    except OSError:  # Linux raises this when the other end is closed
         return b""
 
 
 def _screen(written: str) -> list[str]:
-    """Return the lines that are left, as a terminal understands what was written."""
+    """Return the final screen of a terminal that received this output."""
     lines: list[str] = [""]
     at = 0
     for match in re.finditer(r"\x1b\[\??(\d*)([A-Za-z])|(\r)|(\n)|([^\x1b\r\n]+)", written):
@@ -192,7 +194,7 @@ def _screen(written: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_without_the_extra_a_run_says_what_it_leaves_out_and_a_later_one_adds_it(tmp_path: Path) -> None:
+def test_without_the_extra_optional_files_are_skipped_and_added_later(tmp_path: Path) -> None:
     code = f"""
 import sys
 for package in ("matplotlib", "tensorboard", "pyarrow"):
@@ -213,23 +215,23 @@ train("digits", changes={CHANGES!r}, folder={str(tmp_path / "run")!r}, device="c
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
-def test_what_cannot_be_drawn_does_not_end_a_run(tmp_path: Path) -> None:
+def test_a_run_survives_curves_that_cannot_be_drawn(tmp_path: Path) -> None:
     (tmp_path / "run" / "curves.png").mkdir(parents=True)
     (tmp_path / "run" / "tensorboard").write_text("in the way")
     (tmp_path / "run" / ".lock").touch()  # a run was here before
     train("digits", changes=CHANGES, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert log.count("tensorboard is left out from here on: ") == 1
-    assert log.count("curves.png is left out from here on: ") == 1
+    assert log.count("tensorboard is no longer written: ") == 1
+    assert log.count("curves.png is no longer written: ") == 1
     assert "held-out images" in log.splitlines()[-1]
 
 
 def test_a_checkpoint_that_is_kept_is_called_the_best_only_where_it_is(tmp_path: Path) -> None:
     row = {"step": 9, "best": 9, "val_top1": 0.5, "val_loss": 1.0, "criterion": "accuracy"}
     with RunConsole(tmp_path, quiet=True) as screen:  # also the first one that a resumed run measures
-        screen.measured({**row, "highest": False})
-        screen.measured({**row, "highest": True})
-        screen.measured({**row, "highest": False, "best": 6})
+        screen.validation({**row, "highest": False})
+        screen.validation({**row, "highest": True})
+        screen.validation({**row, "highest": False, "best": 6})
     kept, best, other = (tmp_path / "log.txt").read_text(encoding="utf-8").splitlines()
     assert kept.endswith("(kept: within one standard error of the best, and trained for longer)")
     assert best.endswith("(best so far)")

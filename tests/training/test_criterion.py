@@ -1,4 +1,4 @@
-"""What picks the best checkpoint: the number that the recipe names, or that follows from its class weights."""
+"""The criterion for the best checkpoint: from the recipe, or by default from its class weights."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from PIL import Image
 from vitrail.__main__ import _run
 from vitrail.errors import ConfigError
 from vitrail.evaluation import Predictions
-from vitrail.training.criterion import COLUMNS, Criterion, as_good, score, shared_criterion, validated
+from vitrail.training.criterion import COLUMNS, Criterion, as_good, score, shared_criterion, validation_metrics
 from vitrail.training.grid import combine
 from vitrail.training.recipe import read_recipe
 from vitrail.training.sweep import sweep
@@ -25,7 +25,7 @@ CRITERIA: tuple[Criterion, ...] = ("accuracy", "balanced_accuracy", "macro_f1", 
 
 @pytest.fixture(scope="module")
 def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Noise of which one class has most: where accuracy and the classes' mean part ways."""
+    """Imbalanced noise, where accuracy and balanced accuracy differ."""
     folder, rng = tmp_path_factory.mktemp("uneven"), np.random.default_rng(0)
     for label, count in (("common", 60), ("rare", 16), ("scarce", 12)):
         (folder / label).mkdir()
@@ -56,7 +56,7 @@ def test_the_best_checkpoint_is_best_by_the_criterion(criterion: Criterion, unev
     assert run.bundle.provenance["trained"]["step"] == best["step"]
 
 
-def test_few_validation_images_cannot_tell_checkpoints_apart() -> None:
+def test_scores_within_a_standard_error_are_tied() -> None:
     """37 images, one of each class: 4 right and 2 right are the same within a standard error, 20 and 14 are not."""
     assert as_good(2.5 / 37, 4 / 37, "accuracy", 37)
     assert not as_good(14 / 37, 20 / 37, "accuracy", 37)
@@ -66,7 +66,7 @@ def test_few_validation_images_cannot_tell_checkpoints_apart() -> None:
     assert not as_good(-0.51, -0.5, "loss", 10)
 
 
-def test_it_follows_the_class_weights(uneven: Path, tmp_path: Path) -> None:
+def test_the_default_criterion_follows_the_class_weights(uneven: Path, tmp_path: Path) -> None:
     for number, (change, expected) in enumerate(
         [
             ("data.balance=true", "balanced_accuracy"),
@@ -81,12 +81,12 @@ def test_it_follows_the_class_weights(uneven: Path, tmp_path: Path) -> None:
         assert read_recipe(folder / "recipe.toml").criterion == expected
         assert any(choice.field == "criterion" for choice in run.defaults) == (expected != "accuracy")
     weighted = read_recipe("scratch-small", ["data.balance=true", "criterion=loss"])
-    assert weighted.settled_criterion() == "loss"
+    assert weighted.resolved_criterion() == "loss"
     with pytest.raises(ConfigError, match=r"criterion is 'acuracy', .*did you mean 'accuracy'"):
         read_recipe("scratch-small", ["criterion=acuracy"])
 
 
-def test_a_sweep_chooses_by_it(uneven: Path, tmp_path: Path) -> None:
+def test_a_sweep_selects_by_the_criterion(uneven: Path, tmp_path: Path) -> None:
     changes = [*TINY, "epochs=1", "evaluations=1", "data.val=0.3", "criterion=loss"]
     done = sweep(
         uneven, over={"optimizer.lr": [0.0001, 0.03]}, changes=changes, folder=tmp_path / "sweep",
@@ -94,12 +94,12 @@ def test_a_sweep_chooses_by_it(uneven: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     losses = [candidate.outcome.val_loss for candidate in done.candidates]
     assert (done.criterion, done.chosen.outcome.val_loss) == ("loss", min(loss for loss in losses if loss is not None))
-    with pytest.raises(ConfigError, match=r"one criterion; choose it with --set criterion"):
+    with pytest.raises(ConfigError, match=r"one criterion; set it with --set criterion"):
         combine({"criterion": ["loss", "accuracy"]}, ())
 
 
 @pytest.mark.slow
-def test_the_table_of_a_sweep_has_the_criterion(
+def test_the_sweep_table_shows_the_criterion(
     uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = [*TINY, "epochs=1", "evaluations=1", "data.val=0.3", "criterion=macro_f1"]
@@ -119,10 +119,10 @@ def test_runs_with_and_without_class_weights_are_compared_by_balanced_accuracy()
 
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(st.integers(0, 10_000), st.integers(2, 6), st.integers(1, 40))
-def test_scores_are_those_of_the_evaluation(seed: int, classes: int, images: int) -> None:
+def test_scores_match_the_evaluation(seed: int, classes: int, images: int) -> None:
     rng = np.random.default_rng(seed)
     probabilities = rng.dirichlet(np.ones(classes), images).astype(np.float32)
-    found = validated(Predictions(probabilities, rng.integers(0, classes, images), np.arange(images)))
+    found = validation_metrics(Predictions(probabilities, rng.integers(0, classes, images), np.arange(images)))
     for criterion in CRITERIA:
         sign = -1 if criterion == "loss" else 1
         assert score(found, criterion) == pytest.approx(sign * found[COLUMNS[criterion]], abs=1e-4)

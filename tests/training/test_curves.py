@@ -1,4 +1,4 @@
-"""The image of a run: what it says is what the journal says, and nothing in it lies on anything else."""
+"""curves.png: it shows the numbers of the metrics file, and no text overlaps."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ from vitrail.training.train import train
 
 
 def metrics_file(steps: int, every: int = 0) -> list[dict[str, Any]]:
-    """Return the rows of a run that learns, measured after every so many steps."""
+    """Return the rows of a run that learns, validated every few steps."""
     rng = np.random.default_rng(0)
     rows: list[dict[str, Any]] = []
     for step in range(1, steps + 1):
@@ -33,7 +33,7 @@ def metrics_file(steps: int, every: int = 0) -> list[dict[str, Any]]:
             }
         )
         if every and step % every == 0:
-            best = min(step, steps - every)  # the last measurement is not the best one
+            best = min(step, steps - every)  # the last validation is not the best one
             top1 = 0.95 * part if step <= best else 0.5
             rows.append({"step": step, "val_top1": top1, "val_loss": 2 - part, "best": best})
     return rows
@@ -42,10 +42,10 @@ def metrics_file(steps: int, every: int = 0) -> list[dict[str, Any]]:
 CASES = {
     "one row": metrics_file(1),
     "one measurement": metrics_file(1, 1),
-    "not yet measured": metrics_file(40),
+    "not yet validated": metrics_file(40),
     "a run": metrics_file(300, 25),
     "a long run": [{**row, "step": 1000 * row["step"]} for row in metrics_file(400, 5)],
-    "only measured": [row for row in metrics_file(50, 10) if "val_top1" in row],
+    "only validated": [row for row in metrics_file(50, 10) if "val_top1" in row],
     "not finite": [*metrics_file(30, 10), {"step": 31, "loss": math.nan, "val_loss": math.inf}],
     "always the same": [{"step": step, "loss": 0.0, "lr": 0.0, "gradient_norm": 0.0} for step in (1, 2, 3)],
 }
@@ -60,7 +60,7 @@ RECIPES: list[dict[str, Any]] = [{}, EVERYTHING, {"objective": {"loss": "sigmoid
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=["plain", "everything", "sigmoid"])
 @pytest.mark.parametrize("case", CASES)
-def test_no_words_lie_on_others_or_leave_the_image(case: str, recipe: dict[str, Any]) -> None:
+def test_no_text_overlaps_or_leaves_the_image(case: str, recipe: dict[str, Any]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Text
 
@@ -68,7 +68,7 @@ def test_no_words_lie_on_others_or_leave_the_image(case: str, recipe: dict[str, 
     FigureCanvasAgg(figure).draw()
     page = figure.bbox
     texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
-    # The panels of a column share their steps, which are written below the lower one only.
+    # The panels of a column share their x axis, which is labelled below the lower one only.
     boxes = {text: text.get_window_extent() for text in texts if text.get_window_extent().width}
     shown = {text: box for text, box in boxes.items() if _drawn(figure, text)}
     assert len(shown) > 15
@@ -90,7 +90,7 @@ def _drawn(figure: Any, text: Any) -> bool:
 
 
 def test_the_file(tmp_path: Path) -> None:
-    draw_curves(CASES["not yet measured"], tmp_path / "curves.png")
+    draw_curves(CASES["not yet validated"], tmp_path / "curves.png")
     before = _pixels_of(tmp_path / "curves.png", VAL)
     draw_curves(CASES["a run"], tmp_path / "curves.png")
     assert (before, _pixels_of(tmp_path / "curves.png", VAL) > 1000) == (0, True)
@@ -105,7 +105,7 @@ def _pixels_of(path: Path, colour: str) -> int:
     return int((pixels == [int(colour[i : i + 2], 16) for i in (1, 3, 5)]).all(axis=-1).sum())
 
 
-def test_the_figure_says_which_losses_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_figure_describes_its_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[str] = []
     real = curves_module.curves_figure
 
@@ -119,23 +119,23 @@ def test_the_figure_says_which_losses_are_drawn(tmp_path: Path, monkeypatch: pyt
     changes = [*tiny, "objective.label_smoothing=0.1", "mixing.mixup=0.2"]
     train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
     assert drawn[-1].startswith("training: with label smoothing (0.1), mixup\nvalidation: without, ")
-    assert loss_note({"objective": {"label_smoothing": 0.0}})[0] == "training: images as augmented"
+    assert loss_note({"objective": {"label_smoothing": 0.0}})[0] == "training: augmented images"
     assert loss_note(EVERYTHING) == (
         "training: with label smoothing (0.1), mixup, CutMix, class weights",
-        "validation: without, so heights cannot be compared",
+        "validation: without, so the two are not comparable",
     )
     assert "mixup" not in loss_note({"mixing": {"mixup": 0.2, "chance": 0}})[0]
 
 
 def test_the_headline_has_the_best_and_the_last_numbers() -> None:
     head, below = headlines(CASES["a run"], "digits-1a2b3c")
-    assert head == "87.1% on the validation split at step 275 of 300, which is kept"
+    assert head == "87.1% accuracy on the validation split at step 275 of 300, the kept checkpoint"
     assert below.startswith("digits-1a2b3c   ·   30.0 epochs   ·   training loss 0.1")
     assert below.endswith("val loss 1.000 at the end")
-    assert headlines(metrics_file(1), "a")[0] == "Step 1, the validation split not yet measured"
+    assert headlines(metrics_file(1), "a")[0] == "Step 1, not yet validated"
 
 
-def test_smoothing_neither_lags_nor_shifts() -> None:
+def test_smoothing_does_not_lag() -> None:
     steps = np.arange(1.0, 401.0)
     straight = Curve(steps, 5 - steps / 100)
     half = 400 // 40
@@ -145,7 +145,7 @@ def test_smoothing_neither_lags_nor_shifts() -> None:
     np.testing.assert_allclose(Curve(steps, wild).smooth().values, expected)
 
 
-def test_a_journal_cut_by_a_crash_can_be_drawn(tmp_path: Path) -> None:
+def test_a_truncated_metrics_file_can_be_drawn(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     assert len(curve(MetricsFile.read(tmp_path), "loss")) == 1
     draw_curves(MetricsFile.read(tmp_path), tmp_path / "curves.png")

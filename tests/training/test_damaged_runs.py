@@ -1,4 +1,4 @@
-"""A run whose files were damaged: what can be recovered is, what is lost is said, and no wrong result is given."""
+"""Corrupt run folders: recoverable files are recovered, losses are reported, and no wrong result is given."""
 
 import json
 import os
@@ -16,14 +16,14 @@ from tests.damaging import RECIPE, make_run, train_tiny
 from vitrail.__main__ import main
 from vitrail.errors import CheckpointError, ConfigError, DataError
 from vitrail.runtime import Processes
-from vitrail.training.best import Best, put_aside
+from vitrail.training.best import Best, move_aside
 from vitrail.training.distributed import Ranks
 from vitrail.training.state import Progress, Setting, State, content_digest, save_state
 from vitrail.training.train import Run, train
 
 SETTING = Setting(threads=1, processes=1, precision="float32")
 STILL = [*RECIPE, "optimizer.lr=1e-30", "criterion=loss", "evaluations=4"]
-"""Nothing is learned, so that the first evaluation stays the best one, and its state is not among the last two."""
+"""Learns nothing, so that the first validation stays the best, and its state is not among the last two."""
 
 
 def flip(file: Path, at: int = -5) -> None:
@@ -63,7 +63,7 @@ def still(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_best_is_recovered_from_the_state(harm: str, tmp_path: Path) -> None:
     make_run(tmp_path)
     best = tmp_path / "run" / "best"
-    # Copied, because what is loaded is the file itself, mapped into memory.
+    # Cloned, because loaded tensors are memory-mapped.
     whole = {name: tensor.clone() for name, tensor in load_file(best / "model.safetensors").items()}
     result = train_tiny(tmp_path).metrics.top1
     match harm:
@@ -84,21 +84,21 @@ def test_best_is_recovered_from_the_state(harm: str, tmp_path: Path) -> None:
     assert str(best) in log(tmp_path)
     found = load_file(best / "model.safetensors")
     assert all(torch.equal(found[name], whole[name]) for name in whole)
-    assert (tmp_path / "run" / "damaged-best").is_dir() == (harm != "missing")
+    assert (tmp_path / "run" / "corrupt-best").is_dir() == (harm != "missing")
     before = log(tmp_path).count("nothing is lost")
     train_tiny(tmp_path)
     assert log(tmp_path).count("nothing is lost") == before
 
 
-def test_best_that_is_lost_is_replaced_and_said(still: Path, tmp_path: Path) -> None:
+def test_a_lost_best_checkpoint_is_replaced_and_reported(still: Path, tmp_path: Path) -> None:
     shutil.copytree(still, tmp_path, dirs_exist_ok=True)
     lost, last = state(tmp_path)["best_step"], state(tmp_path)["step"]
     result = tmp_path / "run" / "result.json"
     result.write_text("{}", encoding="utf-8")
     flip(tmp_path / "run" / "best" / "model.safetensors")
     run = train_still(tmp_path)
-    assert f"the best weights, those of step {lost}, are lost, and the" in log(tmp_path)
-    assert f"weights of step {last} take their place" in log(tmp_path)
+    assert f"the best weights, from step {lost}, are lost and replaced by the" in log(tmp_path)
+    assert f"weights of step {last}" in log(tmp_path)
     assert state(tmp_path)["best_step"] == last
     assert run.bundle.provenance["trained"]["step"] == last
     assert json.loads(result.read_text(encoding="utf-8"))["top1"] == run.metrics.top1
@@ -107,17 +107,17 @@ def test_best_that_is_lost_is_replaced_and_said(still: Path, tmp_path: Path) -> 
     assert log(tmp_path).count("are lost") == said
 
 
-def test_best_that_is_lost_on_the_way_is_replaced_before_the_run_goes_on(still: Path, tmp_path: Path) -> None:
+def test_a_lost_best_checkpoint_is_replaced_before_resuming(still: Path, tmp_path: Path) -> None:
     shutil.copytree(still, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(states(tmp_path)[-1])
     shutil.rmtree(tmp_path / "run" / "best")
     here = state(tmp_path)["step"]
     train_still(tmp_path)
-    assert f"weights of step {here} take their place" in log(tmp_path)
+    assert f"weights of step {here}" in log(tmp_path)
 
 
-def test_a_lost_best_is_replaced_whatever_the_score_there_is(tmp_path: Path) -> None:
-    """By the loss a score can be anything below 0, so that no score stands for a run that has no best model yet."""
+def test_a_lost_best_checkpoint_is_replaced_at_any_score(tmp_path: Path) -> None:
+    """With the loss as criterion any score below 0 is possible, so none can mean "no best model yet"."""
     said: list[str] = []
     state = tiny_state(4)
     state.progress.best_step, state.progress.highest = 2, -0.5
@@ -125,23 +125,22 @@ def test_a_lost_best_is_replaced_whatever_the_score_there_is(tmp_path: Path) -> 
     best = Best(tmp_path, state, ranks, said.append, lambda *_: pytest.fail("there are no weights"))
     assert best.check() == "lost"
     assert said == [
-        f"{tmp_path / 'best'} is missing; the best weights, those of step 2, are lost, and the weights of step 4 take "
-        "their place"
+        f"{tmp_path / 'best'} is missing; the best weights, from step 2, are lost and replaced by the weights of step 4"
     ]
     assert state.progress.best_step == 0
-    assert best.check() == "whole", "there is none to be lost any more"
+    assert best.check() == "intact", "there is none to be lost any more"
 
 
-def test_nothing_that_was_put_aside_is_overwritten(tmp_path: Path) -> None:
-    for name in ("damaged-best", "damaged-best-2"):
+def test_folders_moved_aside_are_not_overwritten(tmp_path: Path) -> None:
+    for name in ("corrupt-best", "corrupt-best-2"):
         (tmp_path / "best").mkdir()
         (tmp_path / "best" / "file").write_text(name)
-        assert put_aside(tmp_path / "best") == tmp_path / name
+        assert move_aside(tmp_path / "best") == tmp_path / name
         assert (tmp_path / name / "file").read_text() == name
-    assert put_aside(tmp_path / "best") is None
+    assert move_aside(tmp_path / "best") is None
 
 
-def test_best_of_a_run_that_was_killed_before_it_saved_is_no_damage(tmp_path: Path) -> None:
+def test_best_of_a_run_killed_before_saving_is_intact(tmp_path: Path) -> None:
     make_run(tmp_path)
     shutil.rmtree(states(tmp_path)[-1])
     config = tmp_path / "run" / "best" / "config.json"
@@ -149,13 +148,13 @@ def test_best_of_a_run_that_was_killed_before_it_saved_is_no_damage(tmp_path: Pa
     content["vitrail"]["provenance"]["trained"]["step"] = 1 + int(states(tmp_path)[-1].name)
     config.write_text(json.dumps(content), encoding="utf-8")
     train_tiny(tmp_path)
-    going_on = log(tmp_path).rindex("going on from step")
-    assert "damaged-best" not in log(tmp_path)[: log(tmp_path).index("memory:", going_on)]
+    going_on = log(tmp_path).rindex("resuming from step")
+    assert "corrupt-best" not in log(tmp_path)[: log(tmp_path).index("memory:", going_on)]
 
 
 @pytest.mark.parametrize("file", ["recipe.toml", "split.json", "origin.json"])
 @pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[" * 200_000, b"a = " + b"9" * 5_000, b"[]"])
-def test_a_damaged_file_of_a_run_is_named(file: str, content: bytes, tmp_path: Path) -> None:
+def test_a_corrupt_file_is_named(file: str, content: bytes, tmp_path: Path) -> None:
     make_run(tmp_path)
     (tmp_path / "run" / file).write_bytes(content)
     with pytest.raises((CheckpointError, ConfigError, DataError)) as found:
@@ -164,7 +163,7 @@ def test_a_damaged_file_of_a_run_is_named(file: str, content: bytes, tmp_path: P
     assert "\n" not in str(found.value)
 
 
-def test_the_command_says_it_in_one_sentence(
+def test_the_command_prints_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(tmp_path)
@@ -180,26 +179,26 @@ def test_the_command_says_it_in_one_sentence(
     assert len(said.strip().splitlines()) == 1
 
 
-def test_a_replaced_image_is_refused(tmp_path: Path) -> None:
+def test_a_replaced_image_raises(tmp_path: Path) -> None:
     make_run(tmp_path)
     train_tiny(tmp_path)
     image = sorted((tmp_path / "data").rglob("*.png"))[3]
     Image.new("RGB", (9, 9), "red").save(image)
-    with pytest.raises(DataError, match=rf"{image} has changed since the run in .* began: the size is another"):
+    with pytest.raises(DataError, match=rf"{image} has changed size since the run in .* started"):
         train_tiny(tmp_path)
 
 
-def test_an_image_written_again_is_said_once(tmp_path: Path) -> None:
+def test_a_rewritten_image_is_reported_once(tmp_path: Path) -> None:
     make_run(tmp_path)
     train_tiny(tmp_path)
     images = sorted((tmp_path / "data").rglob("*.png"))[:2]
-    said = log(tmp_path).count("been written or copied")
+    said = log(tmp_path).count("been rewritten or copied")
     for image in images:
         flip(image)
     train_tiny(tmp_path)
-    assert "and 1 more image have been written or copied again since the run began" in log(tmp_path)
+    assert "and 1 more image have been rewritten or copied since the run started" in log(tmp_path)
     train_tiny(tmp_path)
-    assert log(tmp_path).count("been written or copied") == said + 1
+    assert log(tmp_path).count("been rewritten or copied") == said + 1
 
 
 def tiny_state(step: int) -> State:
@@ -210,7 +209,7 @@ def tiny_state(step: int) -> State:
 def test_a_first_state_that_cannot_be_saved(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / f".00000002.{os.getpid()}").write_text("in the way")
-    with pytest.raises(CheckpointError, match=r"could not be saved in .*; no state was saved before, so none is there"):
+    with pytest.raises(CheckpointError, match=r"could not be saved in .*; no earlier state was saved"):
         save_state(tmp_path / "state", tiny_state(2), SETTING)
 
 

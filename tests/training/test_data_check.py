@@ -1,4 +1,4 @@
-"""What training finds in the data before it starts, and what its record says."""
+"""The data check before training, and its record."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from PIL import Image
 import vitrail
 from vitrail.data.sources.opening import open_data
 from vitrail.training.console import RunConsole
-from vitrail.training.train import _say_check, train
+from vitrail.training.train import _check_data, train
 
 CHANGES = [
     "steps=1", "batch=4", "evaluations=1",
@@ -30,14 +30,14 @@ def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "photos"
 
 
-def test_training_says_conflicting_labels_duplicates_and_what_it_skipped(photos: Path, tmp_path: Path) -> None:
+def test_training_reports_conflicting_labels_duplicates_and_skipped_files(photos: Path, tmp_path: Path) -> None:
     shutil.copy(photos / "cat" / "0.png", photos / "dog" / "other.png")
     shutil.copy(photos / "cat" / "1.png", photos / "cat" / "again.png")
     shutil.copy(photos / "cat" / "2.png", photos / "cat" / "upload.php")
     folder, splits = tmp_path / "run", open_data(photos)
     folder.mkdir()
-    with RunConsole(folder, quiet=True) as screen:  # what `train` does before the first step
-        _say_check(screen, folder, splits, 16)
+    with RunConsole(folder, quiet=True) as console:  # as `train` does before the first step
+        _check_data(console, folder, splits, 16)
     check = json.loads((folder / "check.json").read_text())
     names = {copies["kind"]: [Path(one["name"]).name for one in copies["images"]] for copies in check["duplicates"]}
     assert names["conflicting"] == ["0.png", "other.png"] or names["conflicting"] == ["other.png", "0.png"]
@@ -52,7 +52,7 @@ def test_training_says_conflicting_labels_duplicates_and_what_it_skipped(photos:
     assert "upload.php: a PNG; rename it to upload.png" in log
 
 
-def test_training_refuses_data_with_every_fault_named(photos: Path, tmp_path: Path) -> None:
+def test_training_lists_every_fault_of_the_data(photos: Path, tmp_path: Path) -> None:
     (photos / "cat" / "gone.png").symlink_to("nowhere.png")
     (photos / "emu").mkdir()
     with pytest.raises(vitrail.DataError, match=r"has 2 faults: \(1\) .*gone\.png is a link.*\(2\) the class folder"):

@@ -1,4 +1,4 @@
-"""What `make demo` and `vitrail train` without any argument do."""
+"""`make demo`, and `vitrail train` without arguments."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from vitrail.training.train import train
 
 @pytest.mark.slow
 def test_the_digits_are_learned(tmp_path: Path) -> None:
-    """Three seeds came to 98.3%, 99.2% and 98.9% (docs/results.md); one may be a little below."""
+    """Three seeds reached 98.3%, 99.2% and 98.9% (docs/results.md); one may be slightly lower."""
     done = train(folder=tmp_path / "run", device="cpu", quiet=True)
     assert done.metrics.images == 359
     assert done.metrics.top1 > 0.97

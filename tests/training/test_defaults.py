@@ -1,4 +1,4 @@
-"""What a run chooses for itself: it fits the data, gives way to what is asked for, and gives its reasons."""
+"""Resolved defaults: they fit the data, respect explicit settings, and give their reasons."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def planned(facts: DataFacts, *changes: str, pretrained: Bundle | None = None) -
 @pytest.mark.parametrize(
     "facts", [DIGITS, PHOTOS, CIFAR, FASHION, PHOTOS._replace(device="cuda"), CIFAR._replace(side=3)]
 )
-def test_every_choice_can_be_built_and_has_a_reason(facts: DataFacts) -> None:
+def test_every_default_is_valid_and_has_a_reason(facts: DataFacts) -> None:
     plan = planned(facts)
     channels = 1 if facts.grey else 3
     with torch.no_grad():
@@ -36,14 +36,14 @@ def test_every_choice_can_be_built_and_has_a_reason(facts: DataFacts) -> None:
     assert logits.shape == (1, 10)
     assert max(plan.model.image_size) <= max(facts.side, plan.model.patch_size[0])
     assert all(choice.reason for choice in plan.defaults)
-    # The settled recipe leaves nothing open, also where the facts are others.
+    # The resolved recipe is complete, so other data does not change it.
     again = resolve_defaults(plan.recipe, facts._replace(device="cuda" if facts.device == "cpu" else "cpu"), None)
     assert (again.recipe, again.model, again.defaults) == (plan.recipe, plan.model, [])
 
 
 @pytest.mark.parametrize(("facts", "minutes"), [(DIGITS, 1.5), (PHOTOS, 10)])
-def test_a_run_on_a_cpu_ends_within_minutes(facts: DataFacts, minutes: float) -> None:
-    """Two slow cores do about 30 billion operations a second; forward and backward are three forwards."""
+def test_a_run_on_a_cpu_takes_minutes(facts: DataFacts, minutes: float) -> None:
+    """Two slow cores reach about 30 GFLOP/s; a training step costs three forward passes."""
     plan = planned(facts)
     assert 3 * cost(plan.model).flops * plan.batch * plan.steps / 30e9 < 60 * minutes
 
@@ -59,40 +59,40 @@ def test_a_run_on_a_cpu_ends_within_minutes(facts: DataFacts, minutes: float) ->
         (["model.stem=linear"], {"stem": "linear", "conv_stem": None}),
     ],
 )
-def test_what_is_asked_for_is_built_around(changes: list[str], expected: dict[str, Any]) -> None:
+def test_defaults_respect_explicit_settings(changes: list[str], expected: dict[str, Any]) -> None:
     plan = planned(DIGITS, *changes)
     assert {name: getattr(plan.model, name) for name in expected} == expected
     asked = {change.split("=")[0] for change in changes}
     assert not asked & {choice.field for choice in plan.defaults}
 
 
-def test_a_named_model_stays_what_it_is() -> None:
+def test_a_named_model_is_not_changed() -> None:
     plan = planned(PHOTOS, "model.name=Ti/16", "model.image_size=64", "epochs=1")
     assert resolve_defaults(plan.recipe, PHOTOS, None).model == plan.model
 
 
-def test_muon_learns_faster() -> None:
-    adamw, muon = (planned(PHOTOS, f"optimizer.kind={kind}").rate for kind in ("adamw", "muon"))
+def test_muon_gets_a_higher_learning_rate() -> None:
+    adamw, muon = (planned(PHOTOS, f"optimizer.kind={kind}").peak_lr for kind in ("adamw", "muon"))
     assert muon == pytest.approx(2.5 * adamw)
 
 
-def test_few_photographs_get_a_shallow_model_and_a_gentle_rate() -> None:
+def test_few_photos_get_a_shallow_model_and_a_low_learning_rate() -> None:
     few, many = planned(PHOTOS), planned(PHOTOS._replace(images=20_000))
     assert (few.model.depth, many.model.depth) == (2, 4)
-    assert few.rate == many.rate / 2
+    assert few.peak_lr == many.peak_lr / 2
     assert planned(PHOTOS._replace(images=270)).recipe.epochs == 225
 
 
-def test_a_trained_model_learns_slower_the_wider_it_is() -> None:
+def test_wider_pretrained_models_get_a_lower_learning_rate() -> None:
     def rate(width: int) -> float:
         model = ViT(planned(CIFAR, f"model.width={width}", "model.depth=1").model)
         preprocess = Preprocess(size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
-        return planned(CIFAR, pretrained=Bundle(model, preprocess, TEN, {})).rate
+        return planned(CIFAR, pretrained=Bundle(model, preprocess, TEN, {})).peak_lr
 
     assert (rate(64), rate(512)) == (1e-3, 1e-4)
 
 
-def test_looking_at_images() -> None:
+def test_describing_the_data() -> None:
     grey = np.random.default_rng(0).integers(0, 256, (5, 12, 20), dtype=np.uint8)
     facts = describe_data(Arrays(grey, np.zeros(5, np.int64), ("a",)), "cuda")
     assert facts == DataFacts(5, ("a",), 12, True, "cuda")

@@ -1,4 +1,4 @@
-"""TensorBoard sees a run as its journal has it, however often the run was stopped."""
+"""TensorBoard shows the same numbers as the metrics file, however often the run was interrupted."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ CHANGES = [
 
 
 def read_back(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return what TensorBoard shows, by tag."""
+    """Return the scalars that TensorBoard reads, by tag."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
@@ -33,7 +33,7 @@ def read_back(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def metrics_file(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return the numbers of the journal, by the tag they should have."""
+    """Return the numbers of the metrics file, by their expected tag."""
     rows = MetricsFile.read(folder)
     found = {tag: [(row["step"], row[name]) for row in rows if name in row] for name, tag in TAGS.items()}
     return {tag: points for tag, points in found.items() if points}
@@ -46,7 +46,7 @@ def assert_the_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_killed_and_resumed_has_no_point_twice_and_none_too_few(tmp_path: Path) -> None:
+def test_a_killed_and_resumed_run_has_every_point_exactly_once(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words = [word for change in CHANGES for word in ("--set", change)]
     command = [sys.executable, "-m", "vitrail", "train", "digits", "--run", str(folder), "--device", "cpu"]
@@ -66,20 +66,20 @@ def test_a_run_killed_and_resumed_has_no_point_twice_and_none_too_few(tmp_path: 
     assert len(list((folder / "tensorboard").iterdir())) == 2
     assert_the_same(found, metrics_file(folder))
     assert set(found) == set(TAGS.values())
-    for tag in ("speed/images_per_second", "speed/waiting_share"):
+    for tag in ("speed/images_per_second", "speed/waiting_fraction"):
         points = [step for step, _ in found[tag]]
-        # The first step, of the run and after the resume, compiles and opens libraries: it has no pace.
+        # The first step of a session loads libraries and compiles: it has no throughput.
         assert points[0] == 2
         assert points[-1] == steps[-1]
         assert len(points) == len(steps) - 2
-    assert all(0 <= share <= 1 for _, share in found["speed/waiting_share"])
+    assert all(0 <= share <= 1 for _, share in found["speed/waiting_fraction"])
 
 
-def test_steps_taken_again_replace_what_was_there(tmp_path: Path) -> None:
+def test_repeated_steps_replace_earlier_events(tmp_path: Path) -> None:
     first = Events(tmp_path, 0)
     for step in range(1, 11):
         first.write({"step": step, "loss": 100.0})
-    first.flush()  # and no more, as if it were killed
+    first.flush()  # but not closed, as if it were killed
     assert [step for step, _ in read_back(tmp_path)["train/loss"]] == list(range(1, 11))
     again = Events(tmp_path, 6)
     for step in range(7, 10):
@@ -92,7 +92,7 @@ def test_steps_taken_again_replace_what_was_there(tmp_path: Path) -> None:
     assert read_back(tmp_path) == {"train/loss": expected}
 
 
-def test_nothing_is_made_before_the_first_row(tmp_path: Path) -> None:
+def test_no_file_is_created_before_the_first_row(tmp_path: Path) -> None:
     events = Events(tmp_path / "tensorboard", 0)
     events.flush()
     events.close()

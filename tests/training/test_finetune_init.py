@@ -1,4 +1,4 @@
-"""A model that exists, fitted to other data: its head, positions, dropout, and what stays untouched."""
+"""Adapting a pretrained model to other data: head, positions, dropout, and what stays untouched."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.config import ViTConfig
 from vitrail.models.resample import resample_grid
 from vitrail.models.vit import ViT
-from vitrail.training.finetune_init import FinetuneInit, fitted, planned_model
+from vitrail.training.finetune_init import FinetuneInit, adapted, planned_config
 from vitrail.training.recipe import read_recipe
 from vitrail.training.train import train
 
@@ -31,14 +31,14 @@ def old_bundle(**options: Any) -> Bundle:
 
 
 def fit(pretrained: Bundle, how: FinetuneInit, classes: tuple[str, ...] = DIGITS, **fields: Any) -> Bundle:
-    return fitted(pretrained, how, planned_model(pretrained, how, fields, len(classes)), classes)
+    return adapted(pretrained, how, planned_config(pretrained, how, fields, len(classes)), classes)
 
 
 def weights(bundle: Bundle) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in bundle.model.state_dict().items()}
 
 
-def test_a_zero_head_stands_alone() -> None:
+def test_a_zero_head_is_a_single_linear_layer() -> None:
     pretrained = old_bundle(representation=12)
     before = weights(pretrained)
     found = fit(pretrained, FinetuneInit(head="zero"))
@@ -60,7 +60,7 @@ def test_both_heads_of_a_distilled_model_become_zero() -> None:
     assert not any(tensor.any() for name, tensor in weights(found).items() if name.startswith("head"))
 
 
-def test_a_head_is_kept_only_where_the_classes_are_the_same() -> None:
+def test_a_head_is_kept_only_for_the_same_classes() -> None:
     pretrained = old_bundle(representation=12)
     before = weights(pretrained)
     kept = weights(fit(pretrained, FinetuneInit(), OLD))
@@ -73,14 +73,14 @@ def test_a_head_is_kept_only_where_the_classes_are_the_same() -> None:
 
 
 @pytest.mark.parametrize("positions", ["google", "timm"])
-def test_positions_are_resampled_the_way_that_was_asked_for(positions: Any) -> None:
+def test_positions_are_resampled_with_the_chosen_method(positions: Any) -> None:
     pretrained = old_bundle()
     found = fit(pretrained, FinetuneInit(positions=positions), image_size=16)
     grid = resample_grid(pretrained.model.pos_embed[:, 1:].detach(), (2, 2), (4, 4), positions)
     torch.testing.assert_close(found.model.pos_embed[:, 1:].detach(), grid)
 
 
-def test_what_was_given_stays_as_it_was() -> None:
+def test_the_pretrained_bundle_is_not_changed() -> None:
     pretrained = old_bundle(representation=12)
     before, config, preprocess = weights(pretrained), pretrained.model.config, pretrained.preprocess
     found = fit(pretrained, FinetuneInit(head="zero"), image_size=16, channels=1, mlp_dropout=0.3)
@@ -96,7 +96,7 @@ def test_what_was_given_stays_as_it_was() -> None:
     )
 
 
-def test_metrics_of_the_model_that_it_was_are_left_behind() -> None:
+def test_metrics_of_the_pretrained_model_are_dropped() -> None:
     pretrained = old_bundle()
     pretrained.provenance.update({"source": "elsewhere", "metrics": {"accuracy": "99.0%"}})
     found = fit(pretrained, FinetuneInit(head="zero"))
@@ -105,28 +105,28 @@ def test_metrics_of_the_model_that_it_was_are_left_behind() -> None:
     assert "metrics" in pretrained.provenance
 
 
-def test_fields_that_need_no_other_weights_are_taken() -> None:
+def test_fields_without_weights_can_be_changed() -> None:
     found = fit(
         old_bundle(mlp_dropout=0.5), FinetuneInit(), mlp_dropout=0.0, stochastic_depth=0.2, init="paper", pool="mean"
     )
     config = found.model.config
     assert (config.mlp_dropout, config.stochastic_depth, config.pool) == (0.0, 0.2, "mean")
     assert {module.p for module in found.model.modules() if isinstance(module, torch.nn.Dropout)} == {0.0}
-    assert not found.model.head.weight.any()  # drawn as the paper does, not as timm
+    assert not found.model.head.weight.any()  # initialised as in the paper, not as in timm
 
 
-def test_another_structure_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model.depth, model.mlp_width cannot be changed in a model that training"):
+def test_another_structure_raises() -> None:
+    with pytest.raises(ConfigError, match=r"model.depth, model.mlp_width cannot be changed in a pretrained model"):
         fit(old_bundle(), FinetuneInit(), depth=3, mlp_width=7)
 
 
-def test_another_structure_is_refused_before_there_is_a_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.width cannot be changed in a model that training starts from"):
+def test_another_structure_raises_before_a_run_is_created(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.width cannot be changed in a pretrained model"):
         train("digits", pretrained=old_bundle(), changes=["model.width=48"], folder=tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
 
 
-def test_half_precision_is_trained_in_single() -> None:
+def test_half_precision_weights_are_trained_in_float32() -> None:
     pretrained = old_bundle()
     pretrained.model.to(torch.bfloat16)
     assert {tensor.dtype for tensor in weights(fit(pretrained, FinetuneInit())).values()} == {torch.float32}
@@ -141,7 +141,7 @@ def run(recipe: str, pretrained: Bundle, folder: Path, *changes: str) -> Bundle:
                  quiet=True).bundle  # fmt: skip
 
 
-def test_a_linear_probe_changes_the_head_alone(tmp_path: Path) -> None:
+def test_a_linear_probe_changes_only_the_head(tmp_path: Path) -> None:
     pretrained = old_bundle(channels=1, stem="conv_stem", mlp_dropout=0.5)
     found = run("linear-probe", pretrained, tmp_path / "run", "epochs=none", "steps=3")
     before, after = weights(pretrained), weights(found)
@@ -150,8 +150,8 @@ def test_a_linear_probe_changes_the_head_alone(tmp_path: Path) -> None:
     assert found.model.config.mlp_dropout == 0
 
 
-def test_two_runs_begin_with_the_same_new_head(tmp_path: Path) -> None:
-    changes = ("steps=1", "schedule.warmup_share=0.0", "optimizer.lr=1e-9")
+def test_two_runs_start_with_the_same_new_head(tmp_path: Path) -> None:
+    changes = ("steps=1", "schedule.warmup_fraction=0.0", "optimizer.lr=1e-9")
     found: list[torch.Tensor] = []
     for name in ("one", "other"):
         torch.manual_seed(len(found))

@@ -1,4 +1,4 @@
-"""The model as a step calls it."""
+"""The forward pass of training."""
 
 from pathlib import Path
 
@@ -15,8 +15,8 @@ SMALL = ("steps=2", "batch=16", "evaluations=1", "model.depth=1", "model.heads=1
 
 
 def test_every_model_of_a_sweep_is_compiled(tmp_path: Path) -> None:
-    """torch compiles a piece of Python for eight kinds of input, and from then on runs it as it is."""
-    torch.compiler.reset()  # what other tests compiled
+    """torch compiles a function for eight kinds of input, and then falls back to eager."""
+    torch.compiler.reset()  # compiled by other tests
     with (
         torch.compiler.set_stance("default", force_backend="eager"),
         torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True),
@@ -30,10 +30,10 @@ def test_every_model_of_a_sweep_is_compiled(tmp_path: Path) -> None:
     ("version", "checkpointing", "shorter"),
     [("2.11.0+cu130", False, True), ("2.11.0+cu130", True, False), ("2.12.0", True, True), ("2.13.0+cpu", True, True)],
 )
-def test_checkpointing_goes_the_way_that_takes_less_memory(
+def test_checkpointing_uses_the_path_with_less_memory(
     version: str, checkpointing: bool, shorter: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiled by torch 2.11, our own gradients have everything kept that they read."""
+    """Under torch 2.11, a compiled custom backward pass keeps everything that it reads."""
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))  # CI has no GPU
     recipe = Recipe(compile=True, gradient_checkpointing=checkpointing)

@@ -1,4 +1,4 @@
-"""Three recipes learn as they did before (`tests/golden/curves.py`, which also compares two commits bit for bit)."""
+"""Three recipes train as before (`tests/golden/curves.py`, which also compares two commits bit for bit)."""
 
 import json
 from pathlib import Path
@@ -13,5 +13,5 @@ def test_loss_curves_and_resumes(tmp_path: Path) -> None:
     assert found.keys() == golden.keys()
     for name, curve in found.items():
         assert len(curve["losses"]) == STEPS
-        # Other CPUs add up in another order, and 50 steps make more of it.
+        # Other CPUs sum in another order, and 50 steps amplify the difference.
         assert curve["losses"] == pytest.approx(golden[name]["losses"], rel=1e-2), name

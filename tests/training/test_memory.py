@@ -1,4 +1,4 @@
-"""What a run takes is known before it starts; what cannot fit is said, with what would."""
+"""The memory forecast, batch = "auto", and errors that suggest what would fit."""
 
 import resource
 import subprocess
@@ -19,7 +19,7 @@ from vitrail.data.sources.source import Arrays
 from vitrail.data.sources.splits import Splits, split_of
 from vitrail.errors import ConfigError
 from vitrail.runtime import faster_in_bf16
-from vitrail.training.auto_batch import fit_batch_to_memory, is_lack_of_memory, shown, within_memory
+from vitrail.training.auto_batch import fit_batch_to_memory, forecast_line, is_out_of_memory, within_memory
 from vitrail.training.memory import Forecast, forecast, resident_images
 from vitrail.training.memory_limits import MemoryLimit, machine_memory
 from vitrail.training.recipe import Recipe, read_recipe, write_toml
@@ -29,7 +29,7 @@ MB = 10**6
 
 
 def really_taken(work: Callable[[], None]) -> int:
-    """Return the most that torch had from the machine at one moment, by its own record of every piece."""
+    """Return torch's peak CPU memory, from its own allocation records."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         work()
     results = record.profiler.kineto_results
@@ -64,16 +64,16 @@ def really_taken(work: Callable[[], None]) -> int:
     ids=["plain", "splits", "checkpointing", "sgd", "frozen", "bf16", "few images"],
 )
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
-def test_the_forecast_is_what_a_run_takes(kind: str, changes: dict[str, Any]) -> None:
+def test_the_forecast_matches_a_run(kind: str, changes: dict[str, Any]) -> None:
     planned = job(**{"optimizer": {"kind": kind}, **changes})
     foreseen, taken = forecast(planned).total, really_taken(lambda: train_two_steps(planned))
     print(f"foreseen {foreseen / MB:.2f} MB, taken {taken / MB:.2f} MB")
     assert foreseen == pytest.approx(taken, rel=0.05)
 
 
-def test_images_in_flight_by_the_formula_of_a_plain_block() -> None:
+def test_activations_match_the_formula_of_a_plain_block() -> None:
     """In float32 a pre-norm block keeps 16 times its tokens: the inputs and outputs of two norms (4), queries, keys and
-    values (3), what attention gives (1), and both sides of the activation in the MLP (8)."""
+    values (3), the attention output (1), and both sides of the activation in the MLP (8)."""
     model = {"name": "Ti/16", "image_size": (64, 64)}
     known = forecast(job(model=model, batch=64, mixing={"mixup": 0.0}))
     tokens, width, depth = 17, 192, 12
@@ -81,7 +81,7 @@ def test_images_in_flight_by_the_formula_of_a_plain_block() -> None:
     assert known.in_flight + known.gradients == pytest.approx(kept, rel=0.15)
 
 
-def test_images_count_and_nothing_else_grows() -> None:
+def test_only_activations_grow_with_the_batch() -> None:
     one, two = forecast(job(batch=16)), forecast(job(batch=32))
     assert one.standing == two.standing
     assert two.in_flight == pytest.approx(2 * one.in_flight, rel=0.05)
@@ -94,7 +94,7 @@ def test_images_count_and_nothing_else_grows() -> None:
     ("optimizer", "copies"),
     [({"kind": "adamw"}, 2), ({"kind": "adam"}, 2), ({"kind": "sgd"}, 1), ({"kind": "sgd", "momentum": 0.0}, 0)],
 )
-def test_what_an_optimiser_keeps(optimizer: dict[str, Any], copies: int) -> None:
+def test_optimizer_state_size(optimizer: dict[str, Any], copies: int) -> None:
     known = forecast(job(optimizer=optimizer, averaging={"kind": "none"}))
     assert (known.optimizer, known.average, known.gradients) == (copies * known.weights, 0, known.weights)
 
@@ -123,12 +123,12 @@ def test_a_forecast_draws_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_line_that_is_shown() -> None:
+def test_the_forecast_line() -> None:
     known = Forecast(100 * MB, 100 * MB, 200 * MB, 0, 64, 900 * MB, 1)
-    assert shown(known, MemoryLimit(22_000 * MB, "the GPU")) == (
-        "memory: about 1.3 GB of 22.0 GB (weights 0.1, gradients 0.1, optimiser 0.2, images in flight 0.9)"
+    assert forecast_line(known, MemoryLimit(22_000 * MB, "the GPU")) == (
+        "memory: about 1.3 GB of 22.0 GB (weights 0.1, gradients 0.1, optimizer 0.2, activations 0.9)"
     )
-    assert "optimiser 0.2, images that stay there 0.7, images in flight" in shown(
+    assert "optimizer 0.2, images on the device 0.7, activations" in forecast_line(
         known._replace(resident=700 * MB), MemoryLimit(22_000 * MB, "the GPU")
     )
 
@@ -144,7 +144,7 @@ def test_images_that_live_on_the_device_count() -> None:
     assert there.total - without.total == there.standing - without.standing == 10 * 3 * side * side
 
 
-# ── the memory there is ──
+# ── available memory ──
 
 
 def machine(root: Path, files: dict[str, str]) -> Path:
@@ -192,7 +192,7 @@ MEMINFO = "MemTotal:       16000000 kB\nMemFree:         1000000 kB\nMemAvailabl
     ],
     ids=["no container", "version 2", "version 1", "used up"],
 )
-def test_what_a_container_leaves(files: dict[str, str], expected: int, tmp_path: Path) -> None:
+def test_container_limits(files: dict[str, str], expected: int, tmp_path: Path) -> None:
     assert machine_memory(machine(tmp_path, {"proc/meminfo": MEMINFO, **files})) == expected
 
 
@@ -205,7 +205,7 @@ def test_this_machine_has_memory() -> None:
 # ── batch = "auto" ──
 
 
-def test_a_batch_that_fits_stays(tmp_path: Path) -> None:
+def test_a_batch_that_fits_is_kept(tmp_path: Path) -> None:
     found = fit_batch_to_memory(job(batch="auto"), tmp_path, IMAGES, MemoryLimit(10**12, "the GPU"))
     usual = job(batch=None).plan
     assert (found.recipe.batch, found.batch, found.steps) == (usual.batch, usual.batch, usual.steps)
@@ -228,7 +228,7 @@ def test_a_batch_is_halved_until_it_fits(changes: dict[str, Any], tmp_path: Path
     assert found.batch % unit == 0
     known = forecast(usual._replace(plan=found))
     assert known.total <= 0.85 * there.free
-    assert known.with_images(3 * known.images, known.parts) > 0.85 * there.free  # not smaller than it must be
+    assert known.with_images(3 * known.images, known.accumulation) > 0.85 * there.free  # not smaller than necessary
     assert "would need about" in found.defaults[-1].reason
 
 
@@ -239,7 +239,7 @@ def test_nothing_fits(tmp_path: Path) -> None:
         fit_batch_to_memory(job(batch="auto"), tmp_path, IMAGES, MemoryLimit(MB, "the GPU"))
 
 
-def test_a_run_goes_on_with_the_batch_it_began_with(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_batch(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(write_toml(job(batch=24).plan.recipe))
     found = fit_batch_to_memory(job(batch="auto"), tmp_path, IMAGES, MemoryLimit(10**12, "the GPU"))
     assert (found.batch, found.recipe) == (24, job(batch=24).plan.recipe)
@@ -255,7 +255,7 @@ def test_the_same_command_finds_the_same_run(tmp_path: Path, monkeypatch: pytest
     recipe = first.folder / "recipe.toml"
     assert read_recipe(recipe).batch == 64
     assert "memory: about" in (first.folder / "log.txt").read_text()
-    # As if there had been less memory then: what the folder says holds, and the folder is still found.
+    # As if there had been less memory before: the folder is found, and its recorded batch is used.
     recipe.write_text(recipe.read_text().replace("batch = 64", "batch = 32"))
     again = train("digits", changes=changes, device="cpu", workers=0, quiet=True)
     assert again.folder == first.folder
@@ -264,7 +264,7 @@ def test_the_same_command_finds_the_same_run(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("batch", [0, -1, "many", 1.5, True, 2_000_000])
-def test_what_a_batch_cannot_be(batch: object) -> None:
+def test_invalid_batches_raise(batch: object) -> None:
     with pytest.raises(ConfigError) as caught:
         Recipe(batch=batch)
     assert str(caught.value) == f"batch is {batch!r}: it should be a whole number from 1 to 1,000,000, or 'auto'"
@@ -282,17 +282,17 @@ def test_what_a_batch_cannot_be(batch: object) -> None:
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
     ],
 )
-def test_which_errors_are_a_lack_of_memory(error: Exception, is_one: bool) -> None:
-    assert is_lack_of_memory(error) is is_one
+def test_which_errors_mean_out_of_memory(error: Exception, is_one: bool) -> None:
+    assert is_out_of_memory(error) is is_one
 
 
-def test_a_machine_that_refuses_is_understood() -> None:
+def test_a_failed_allocation_is_recognised() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**55, dtype=torch.uint8)
-    assert is_lack_of_memory(caught.value)
+    assert is_out_of_memory(caught.value)
 
 
-def test_a_lack_that_was_not_foreseen_still_names_a_smaller_batch(tmp_path: Path) -> None:
+def test_an_unforeseen_out_of_memory_suggests_a_smaller_batch(tmp_path: Path) -> None:
     notes: list[str] = []
     (tmp_path / "state" / "00000001").mkdir(parents=True)
     with pytest.raises(ConfigError) as caught, within_memory(job(batch=16), tmp_path, notes.append):
@@ -300,20 +300,19 @@ def test_a_lack_that_was_not_foreseen_still_names_a_smaller_batch(tmp_path: Path
     assert len(notes) == 1
     words = str(caught.value)
     assert (
-        "a batch of 16 needs more; use --set batch=8, or keep the batch and cut it with --set gradient_accumulation="
-        in words
+        "a batch of 16 needs more; use --set batch=8, or keep the batch size with --set gradient_accumulation=" in words
     )
-    assert words.endswith("; the last saved state is kept")
+    assert words.endswith("; the last saved training state is kept")
 
 
-def test_other_errors_pass(tmp_path: Path) -> None:
+def test_other_errors_propagate(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="something else"), within_memory(job(), tmp_path, print):
         raise RuntimeError("something else")
 
 
 LIMITED = """
 import resource, sys
-# What is drawn at the end of a run, and a compiler that torch looks for, need room of their own, whatever the batch.
+# Drawing the curves, and torch's search for a compiler, need memory whatever the batch.
 sys.modules.update(dict.fromkeys(("matplotlib", "tensorboard", "pyarrow", "triton")))
 import vitrail.training.train
 from vitrail.__main__ import main
@@ -326,7 +325,7 @@ WIDE = ["epochs=0.1", "evaluations=1", "model.width=64", "model.depth=2", "model
 
 
 def limited(memory_limit: int, folder: Path, *changes: str) -> subprocess.CompletedProcess[str]:
-    """Train in a process that the machine gives only so much memory; in float32, whatever this processor prefers."""
+    """Train in a process with limited memory; in float32, whatever this CPU prefers."""
     settings = (*WIDE, "model.patch_size=1", "precision=float32", *changes)
     words = [word for change in settings for word in ("--set", change)]
     command = ["train", "digits", "--run", str(folder), "--device", "cpu", "--workers", "0", *words]
@@ -341,7 +340,7 @@ on_linux = pytest.mark.skipif(not hasattr(resource, "RLIMIT_AS"), reason="no lim
 
 @pytest.mark.slow
 @on_linux
-def test_too_large_a_batch_is_one_clear_sentence(tmp_path: Path) -> None:
+def test_too_large_a_batch_is_a_clear_error(tmp_path: Path) -> None:
     done = limited(600 * MB, tmp_path / "run", "batch=512")
     assert done.returncode == 2, done.stderr
     last = done.stderr.splitlines()[-1]
@@ -349,7 +348,7 @@ def test_too_large_a_batch_is_one_clear_sentence(tmp_path: Path) -> None:
     assert " for this run, and a batch of 512 needs about 1." in last
     assert "; use --set batch=" in last
     assert "Traceback" not in done.stderr
-    assert "memory: that is more than there is; use --set batch=" in done.stderr
+    assert "memory: this exceeds what is available; use --set batch=" in done.stderr
     smaller = int(last.partition("--set batch=")[2].partition(",")[0])
     assert 16 <= smaller <= 256
 
@@ -357,10 +356,10 @@ def test_too_large_a_batch_is_one_clear_sentence(tmp_path: Path) -> None:
 @pytest.mark.slow
 @on_linux
 @pytest.mark.parametrize("remedy", ["--set batch=", "--set gradient_accumulation="])
-def test_what_is_said_to_fit_fits(remedy: str, tmp_path: Path) -> None:
+def test_the_suggested_remedies_fit(remedy: str, tmp_path: Path) -> None:
     failed = limited(600 * MB, tmp_path / "run", "batch=512")
     number = failed.stderr.splitlines()[-1].partition(remedy)[2].partition(",")[0]
     change = f"{remedy.removeprefix('--set ')}{number}"
-    # The limit is one of addresses, of which threads and allocators reserve more than they use.
+    # The limit is on address space, of which threads and allocators reserve more than they use.
     done = limited(750 * MB, tmp_path / "other", "batch=512", change)
     assert done.returncode == 0, done.stderr

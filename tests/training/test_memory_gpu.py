@@ -1,4 +1,4 @@
-"""The forecast of memory against what CUDA's allocator counted. Run by hand with `make test-gpu`; CI has no GPU."""
+"""The memory forecast against CUDA's allocator. Run by hand with `make test-gpu`; CI has no GPU."""
 
 import gc
 from pathlib import Path
@@ -9,8 +9,8 @@ from tests.training.jobs import IMAGES, job, train_two_steps
 
 from vitrail.errors import ConfigError
 from vitrail.runtime import Precision
-from vitrail.training.auto_batch import fit_batch_to_memory, shown, within_memory
-from vitrail.training.memory import fits_really, forecast
+from vitrail.training.auto_batch import fit_batch_to_memory, forecast_line, within_memory
+from vitrail.training.memory import forecast, step_fits
 from vitrail.training.memory_limits import memory_limit
 
 pytestmark = [
@@ -23,7 +23,7 @@ pytestmark = [
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize("name", ["Ti/16", "S/16"])
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
-def test_the_forecast_is_what_a_run_takes(
+def test_the_forecast_matches_a_run(
     kind: str, name: str, precision: Precision, checkpointing: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned = job(
@@ -42,26 +42,27 @@ def test_the_forecast_is_what_a_run_takes(
     taken = torch.cuda.max_memory_allocated() - before
     with capsys.disabled():
         print(
-            f"\n{kind} {name} {precision} checkpointing={checkpointing}: foreseen {known.total / 1e6:.0f} MB, taken "
-            f"{taken / 1e6:.0f} MB, ratio {known.total / taken:.3f}; {shown(known, memory_limit(planned.device))}"
+            f"\n{kind} {name} {precision} checkpointing={checkpointing}: forecast {known.total / 1e6:.0f} MB, used "
+            f"{taken / 1e6:.0f} MB, ratio {known.total / taken:.3f}; "
+            f"{forecast_line(known, memory_limit(planned.device))}"
         )
     assert known.total == pytest.approx(taken, rel=0.2)
 
 
-def test_a_batch_is_found_that_fits_and_no_larger_one_is_taken(tmp_path: Path) -> None:
-    """The GPU is made small, so that the usual batch does not fit."""
+def test_auto_finds_a_batch_that_fits(tmp_path: Path) -> None:
+    """GPU memory is limited, so that the default batch does not fit."""
     planned = job(device="cuda", precision="bf16", model={"name": "S/16"}, batch="auto")
     usual = planned._replace(plan=planned.plan._replace(batch=64))
     total = torch.cuda.get_device_properties(0).total_memory
-    gc.collect()  # what other tests have left
+    gc.collect()  # left over from other tests
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(forecast(usual).total / 3 / total)
     try:
-        assert not fits_really(usual, forecast(usual))
-        # The forecast is told of the whole GPU, so that only the real try can find out.
+        assert not step_fits(usual, forecast(usual))
+        # The forecast sees the whole GPU, so that only the real step can fail.
         found = fit_batch_to_memory(planned, tmp_path, IMAGES, memory_limit(planned.device))
         assert 2 <= found.batch <= 32
-        assert fits_really(planned._replace(plan=found), forecast(planned._replace(plan=found)))
+        assert step_fits(planned._replace(plan=found), forecast(planned._replace(plan=found)))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Muon against torch's own, matrix by matrix, and AdamW beside it."""
+"""Muon against torch's implementation, matrix by matrix, with AdamW for the rest."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from vitrail.models.vit import ViT
 from vitrail.runtime import Processes
 from vitrail.training.distributed import Ranks
 from vitrail.training.muon import Muon, orthogonalised
-from vitrail.training.optimizers import Optimizer, can_leave_out, make_optimizer, set_learning_rate, step_unless
+from vitrail.training.optimizers import Optimizer, can_skip_step, make_optimizer, set_learning_rate, step_unless
 from vitrail.training.state import Progress, Setting, State, load_state, save_state
 
 CONFIG = Optimizer(kind="muon", lr=0.01, weight_decay=0.1, momentum=0.95)
@@ -41,7 +41,7 @@ def of_torch(matrix: Tensor) -> tuple[nn.Parameter, torch.optim.Muon]:
     return own, torch.optim.Muon([own], 0.01, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
 
 
-def test_each_matrix_goes_where_torch_brings_it() -> None:
+def test_each_matrix_matches_torch() -> None:
     model = small()
     optimizer = make_optimizer(model, CONFIG)
     peers: dict[str, list[tuple[nn.Parameter, torch.optim.Muon]]] = {}
@@ -88,7 +88,7 @@ def test_singular_values_come_near_one(shape: tuple[int, ...]) -> None:
     assert not orthogonalised(torch.zeros(shape)).any()
 
 
-@pytest.mark.filterwarnings("error")  # also what the suite passes over: torch says that it has no bf16 here
+@pytest.mark.filterwarnings("error")  # including torch's bf16 warning, which the suite ignores
 def test_a_cpu_computes_in_float32() -> None:
     assert orthogonalised(torch.randn(2, 8, 16)).dtype == torch.float32
 
@@ -102,17 +102,17 @@ def test_a_bad_step_changes_nothing() -> None:
     with_gradients(model)
     model.blocks[0].attn.qkv.weight.grad[0, 0] = torch.nan
     model.head.weight.grad[0, 0] = torch.inf
-    assert can_leave_out(optimizer)
+    assert can_skip_step(optimizer)
     step_unless(torch.tensor(True), optimizer)
     after = everything(model, optimizer)
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-    with_gradients(model)  # and what was left out is not held against the next one, whoever takes it
+    with_gradients(model)  # a skipped step does not affect the next one
     optimizer.step()
     changed = zip(before, [p.detach() for p in model.parameters()], strict=False)
     assert all(now.isfinite().all() and not torch.equal(was, now) for was, now in changed)
 
 
-def test_a_step_that_is_not_bad_is_a_step() -> None:
+def test_a_good_step_is_taken() -> None:
     torch.manual_seed(0)
     one = small()
     other = small()
@@ -129,7 +129,7 @@ def test_a_step_that_is_not_bad_is_a_step() -> None:
         torch.testing.assert_close(parameter, other.get_parameter(name), rtol=1e-6, atol=1e-6)
 
 
-def test_rates_reach_matrices_and_the_rest() -> None:
+def test_learning_rates_reach_matrices_and_the_rest() -> None:
     model = small()
     optimizer = make_optimizer(model, CONFIG.replace(layer_decay=0.5))
     assert isinstance(optimizer, Muon)
@@ -154,7 +154,7 @@ def test_frozen_parameters_and_missing_gradients_are_left_alone() -> None:
     assert still == {"blocks.1.attn.qkv.weight", *(name for name in before if name.startswith("blocks.0."))}
 
 
-def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     states = []
     for _ in range(2):
         model = small()

@@ -1,4 +1,4 @@
-"""Targets and losses against torch's own and against the definitions, in the plainest form."""
+"""Targets and losses against torch and against their definitions."""
 
 import numpy as np
 import pytest
@@ -27,13 +27,13 @@ def test_hard_labels_give_torchs_cross_entropy(logits: Tensor) -> None:
 
 
 @pytest.mark.parametrize("smoothing", [0.1, 0.5])
-def test_smoothing_is_torchs(logits: Tensor, smoothing: float) -> None:
+def test_label_smoothing_matches_torch(logits: Tensor, smoothing: float) -> None:
     objective = Objective(label_smoothing=smoothing)
     found = loss(logits, targets(LABELS, CLASSES, objective), objective)
     torch.testing.assert_close(found, F.cross_entropy(logits, LABELS, label_smoothing=smoothing), rtol=1e-6, atol=0)
 
 
-def test_sigmoid_adds_up_a_question_for_each_class(logits: Tensor) -> None:
+def test_sigmoid_sums_binary_losses_over_classes(logits: Tensor) -> None:
     objective = Objective(loss="sigmoid")
     total = 0.0
     for row, label in zip(logits.double(), LABELS, strict=True):
@@ -44,7 +44,7 @@ def test_sigmoid_adds_up_a_question_for_each_class(logits: Tensor) -> None:
     assert float(found) == pytest.approx(total / len(LABELS), rel=1e-6)
 
 
-def test_weights_count_a_image_by_its_class(logits: Tensor) -> None:
+def test_class_weights_scale_each_image(logits: Tensor) -> None:
     weights = torch.tensor([1.0, 0.0, 2.0, 0.5, 3.0])
     alone = F.cross_entropy(logits, LABELS, reduction="none")
     found = loss(logits, targets(LABELS, CLASSES, Objective()), Objective(), weights)
@@ -57,7 +57,7 @@ def test_weights_count_a_image_by_its_class(logits: Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
-def test_parts_of_a_batch_have_the_gradient_of_the_whole(logits: Tensor, kind: str) -> None:
+def test_micro_batches_have_the_gradient_of_the_whole_batch(logits: Tensor, kind: str) -> None:
     objective, weights = Objective(loss=kind, class_weights="balanced"), balanced_weights(LABELS, CLASSES)
     goal = targets(LABELS, CLASSES, objective)
     whole, parts = logits.clone().requires_grad_(), logits.clone().requires_grad_()
@@ -73,7 +73,7 @@ def test_parts_of_a_batch_have_the_gradient_of_the_whole(logits: Tensor, kind: s
     mixed=st.booleans(),
 )
 @settings(derandomize=True, deadline=None, max_examples=50)
-def test_rows_of_targets_add_up_to_one(smoothing: float, shares: list[float], mixed: bool) -> None:
+def test_target_rows_sum_to_one(smoothing: float, shares: list[float], mixed: bool) -> None:
     share = torch.tensor(shares).repeat_interleave(2) if mixed else None
     found = targets(LABELS, CLASSES, Objective(label_smoothing=smoothing), share)
     assert found.dtype == torch.float32
@@ -115,7 +115,7 @@ def test_computed_in_float32_whatever_the_logits(logits: Tensor, kind: str) -> N
     torch.testing.assert_close(found, loss(coarse.float(), goal, objective), rtol=1e-6, atol=0)
 
 
-def test_balanced_weights_make_classes_count_alike() -> None:
+def test_balanced_weights_make_classes_count_equally() -> None:
     labels = np.array([0] * 6 + [1] * 3 + [3] * 1)
     weights = balanced_weights(labels, 4)
     torch.testing.assert_close(weights, torch.tensor([10 / 18, 10 / 9, 0.0, 10 / 3]))
@@ -136,7 +136,7 @@ def test_class_weights_follow_the_objective() -> None:
 
 
 @pytest.mark.parametrize("value", ["balance", [], [1, "a"], [-1.0, 1.0], [0, 0], [float("nan")], [True, 1.0], 3])
-def test_wrong_class_weights_are_one_sentence(value: object) -> None:
+def test_invalid_class_weights_give_one_sentence(value: object) -> None:
     with pytest.raises(
         ConfigError, match=r"^class_weights is .*: it should be 'none', 'balanced', or a list"
     ) as caught:
@@ -144,11 +144,11 @@ def test_wrong_class_weights_are_one_sentence(value: object) -> None:
     assert ";" not in str(caught.value)
 
 
-def test_an_objective_survives_json() -> None:
+def test_an_objective_round_trips_through_json() -> None:
     objective = Objective(loss="sigmoid", label_smoothing=0.1, class_weights=(1.0, 2.5))
     assert Objective.from_json(objective.to_json()) == objective
 
 
-def test_an_answer_of_another_shape_is_refused(logits: Tensor) -> None:
-    with pytest.raises(InputError, match=r"\(6, 7, 5\), but targets are \(6, 5\)"):
+def test_logits_of_another_shape_raise(logits: Tensor) -> None:
+    with pytest.raises(InputError, match=r"\(6, 7, 5\), but targets have shape \(6, 5\)"):
         loss(logits[:, None].expand(-1, 7, -1), targets(LABELS, CLASSES, Objective()), Objective())

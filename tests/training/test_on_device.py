@@ -1,4 +1,4 @@
-"""A run whose images live on the device is the run that reads them from files."""
+"""A run with images on the device equals the run that reads them from files."""
 
 import json
 from pathlib import Path
@@ -28,8 +28,8 @@ def test_the_same_weights(tmp_path: Path) -> None:
     assert all(torch.equal(files[name], resident[name]) for name in files)
 
 
-def test_the_val_part_is_measured_as_from_files(tmp_path: Path) -> None:
-    """Three times, the first from files; the result is about other images."""
+def test_validation_on_the_device_equals_validation_from_files(tmp_path: Path) -> None:
+    """Three validations, the first from files; the result is on other images."""
     rows, results = [], []
     for answer in ("false", "true"):
         weights(tmp_path / answer, f"data.on_device={answer}", "evaluations=3", "steps=9")
@@ -42,7 +42,7 @@ def test_the_val_part_is_measured_as_from_files(tmp_path: Path) -> None:
     assert rows[0] == rows[1]
 
 
-def test_a_crop_that_resizes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="resizes each image, which is not implemented on the device"):
+def test_a_resizing_crop_raises(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="resizes each image, which is not done on the device"):
         weights(tmp_path / "run", "data.on_device=true", "augmentation.crop=inception")
     assert not (tmp_path / "run").exists()

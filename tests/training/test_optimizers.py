@@ -1,4 +1,4 @@
-"""Which parameter decays and how fast it learns; steps, clipping and freezing against plain definitions."""
+"""Weight decay, layer-wise learning rates, steps, clipping and freezing against their definitions."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ from vitrail.models.config import ResNet, ViTConfig
 from vitrail.models.vit import ViT
 from vitrail.training.optimizers import (
     Optimizer,
-    can_leave_out,
+    can_skip_step,
     clip_gradients,
     freeze,
     make_optimizer,
@@ -32,7 +32,7 @@ def names(model: nn.Module, group: str, config: Optimizer | None = None) -> set[
     return {name for found in groups if found["name"] == group for name in found["param_names"]}
 
 
-# ── what decays ──
+# ── weight decay ──
 
 LINEAR = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
 PLAIN_KERNELS = {"patch_embed.proj.weight", *(f"blocks.0.{layer}.weight" for layer in LINEAR), "head.weight"}
@@ -94,7 +94,7 @@ def both(*layers: str) -> set[str]:
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
-def test_kernels_decay_and_nothing_else(options: dict[str, Any], kernels: set[str], others: set[str]) -> None:
+def test_only_kernels_decay(options: dict[str, Any], kernels: set[str], others: set[str]) -> None:
     model = small(**options)
     assert names(model, "decay") == PLAIN_KERNELS | kernels
     assert names(model, "no_decay") == PLAIN_OTHERS | others
@@ -103,10 +103,10 @@ def test_kernels_decay_and_nothing_else(options: dict[str, Any], kernels: set[st
     assert decay == {"decay": 0.1, "no_decay": 0.0}
 
 
-# ── how fast each layer learns ──
+# ── layer-wise learning rate decay ──
 
 
-def test_layer_decay_is_beits() -> None:
+def test_layer_decay_matches_beit() -> None:
     model = small(depth=3, registers=1, norm_before_blocks=True, pool="map", representation=4)
     groups = parameter_groups(model, Optimizer(layer_decay=0.5))
     scale = {name: group["lr_scale"] for group in groups for name in group["param_names"]}
@@ -126,14 +126,14 @@ def test_layer_decay_is_beits() -> None:
     ]
 
 
-def test_a_table_in_every_block_learns_with_its_block() -> None:
+def test_a_bias_table_in_a_block_has_the_scale_of_its_block() -> None:
     groups = parameter_groups(small(depth=2, position_at="every_block"), Optimizer(layer_decay=0.1))
     scale = {name: group["lr_scale"] for group in groups for name in group["param_names"]}
     assert scale["blocks.0.pos_embed"] == pytest.approx(0.01)
     assert scale["blocks.1.pos_embed"] == pytest.approx(0.1)
 
 
-def test_a_frozen_stem_leaves_the_scales_as_they_were() -> None:
+def test_a_frozen_stem_does_not_change_the_scales() -> None:
     model = small(depth=3)
     freeze(model, ["patch_embed.*", "blocks.2.*"])
     groups = parameter_groups(model, Optimizer(layer_decay=0.5))
@@ -143,7 +143,7 @@ def test_a_frozen_stem_leaves_the_scales_as_they_were() -> None:
     assert not any(name.startswith(("patch_embed", "blocks.2")) for name in scale)
 
 
-def test_every_group_gets_its_share_of_the_rate() -> None:
+def test_every_group_gets_its_scaled_learning_rate() -> None:
     optimizer = make_optimizer(small(depth=2), Optimizer(lr=0.3, layer_decay=0.5))
     assert [group["lr"] for group in optimizer.param_groups] == [
         pytest.approx(0.3 * scale) for scale in (0.125, 0.125, 0.25, 0.25, 0.5, 0.5, 1, 1)
@@ -166,7 +166,7 @@ def test_groups_and_parameters_come_in_the_models_order() -> None:
 def reference_step(
     config: Optimizer, weight: Tensor, gradient: Tensor, memory: dict[str, Tensor], t: int, lr: float, decay: float
 ) -> Tensor:
-    """Return the weight after step t (from 1), by the rules as they are written in the papers, in float64."""
+    """Return the weight after step t (from 1), by the papers' update rules in float64."""
     if config.kind == "sgd":
         gradient = gradient + decay * weight
         velocity = memory["v"] = gradient if t == 1 else config.momentum * memory["v"] + gradient
@@ -193,7 +193,7 @@ def reference_step(
     ],
     ids=lambda config: f"{config.kind}{'-nesterov' if config.nesterov else ''}" if config else None,
 )
-def test_steps_are_the_rule(config: Optimizer, fused: bool | None) -> None:
+def test_steps_match_the_papers(config: Optimizer, fused: bool | None) -> None:
     model = small(depth=2)
     optimizer = make_optimizer(model, config, fused=fused)
     assert all(bool(group["fused"]) is (fused is None) for group in optimizer.param_groups)
@@ -203,7 +203,7 @@ def test_steps_are_the_rule(config: Optimizer, fused: bool | None) -> None:
     for t, rate in enumerate((0.01, 0.02, 0.005, 0.01), start=1):
         set_learning_rate(optimizer, rate)
         for name, parameter in model.named_parameters():
-            # Not near 0, where Adam's quotient is all rounding.
+            # Not near 0, where Adam's quotient is dominated by rounding.
             parameter.grad = torch.randn_like(parameter).sign() * (0.1 + torch.rand_like(parameter))
             group = groups[name]
             expected[name] = reference_step(
@@ -220,7 +220,7 @@ def test_steps_are_the_rule(config: Optimizer, fused: bool | None) -> None:
             torch.testing.assert_close(parameter.detach().double(), expected[name], rtol=1e-6, atol=1e-6)
 
 
-def test_a_model_without_a_rate_or_without_parameters_is_refused() -> None:
+def test_a_missing_learning_rate_or_no_parameters_raises() -> None:
     model = small()
     with pytest.raises(ConfigError, match="no learning rate"):
         make_optimizer(model, Optimizer())
@@ -241,23 +241,27 @@ def test_fused_only_where_torch_has_it() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"kind": "sgd", "betas": (0.9, 0.95)}, r"betas \(0.9, 0.95\) means nothing with kind 'sgd'"),
-        ({"kind": "adamw", "momentum": 0.5}, "momentum 0.5 means nothing with kind 'adamw'"),
-        ({"kind": "adam", "nesterov": True}, "nesterov True means nothing"),
+        ({"kind": "sgd", "betas": (0.9, 0.95)}, r"betas \(0.9, 0.95\) has no effect with kind 'sgd'"),
+        ({"kind": "adamw", "momentum": 0.5}, "momentum 0.5 has no effect with kind 'adamw'"),
+        ({"kind": "adam", "nesterov": True}, "nesterov True has no effect"),
         ({"kind": "sgd", "nesterov": True, "momentum": 0.0}, "momentum is 0.0"),
         ({"kind": "sdg"}, "did you mean 'sgd'"),
         ({"lr": -1.0}, "lr is -1.0"),
-        ({"clip": 0.0}, "clip is 0.0"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0"),
         ({"learning_rate": 1.0}, "has no option 'learning_rate'"),
     ],
 )
-def test_contradictions_are_refused(fields: dict[str, object], words: str) -> None:
+def test_contradictions_raise(fields: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Optimizer(**fields)
 
 
-def test_a_config_survives_json() -> None:
-    for config in (Optimizer(), Optimizer(kind="sgd", lr=0.03, nesterov=True), Optimizer(betas=[0.9, 0.95], clip=1)):
+def test_a_config_round_trips_through_json() -> None:
+    for config in (
+        Optimizer(),
+        Optimizer(kind="sgd", lr=0.03, nesterov=True),
+        Optimizer(betas=[0.9, 0.95], max_grad_norm=1),
+    ):
         assert Optimizer.from_json(config.to_json()) == config
 
 
@@ -265,7 +269,7 @@ def test_a_config_survives_json() -> None:
 
 
 @pytest.mark.parametrize("limit", [0.5, 1.0, 1e9, None])
-def test_clipping_is_the_definition(limit: float | None) -> None:
+def test_clipping_matches_the_definition(limit: float | None) -> None:
     model = small()
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
@@ -313,14 +317,14 @@ def test_only_what_matches_is_frozen() -> None:
 @pytest.mark.parametrize(
     ("patterns", "words"),
     [
-        (("head",), r"no parameter is called 'head'; did you mean 'head\.\*'"),
+        (("head",), r"no parameter matches 'head'; did you mean 'head\.\*'"),
         (("block.*",), r"did you mean 'blocks\.\*'"),
-        (("*", "!heads.*"), r"no parameter is called 'heads\.\*'; did you mean 'head\.\*'"),
-        (("zzz",), "no parameter is called 'zzz'; there is cls_token, pos_embed"),
+        (("*", "!heads.*"), r"no parameter matches 'heads\.\*'; did you mean 'head\.\*'"),
+        (("zzz",), "no parameter matches 'zzz'; there is cls_token, pos_embed"),
         (("!head.*",), r"put '\*' before it"),
     ],
 )
-def test_a_pattern_that_finds_nothing_is_refused(patterns: tuple[str, ...], words: str) -> None:
+def test_a_pattern_without_matches_raises(patterns: tuple[str, ...], words: str) -> None:
     model = small()
     with pytest.raises(ConfigError, match=words):
         freeze(model, patterns)
@@ -328,12 +332,12 @@ def test_a_pattern_that_finds_nothing_is_refused(patterns: tuple[str, ...], word
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adam", "sgd"])
-def test_a_step_that_is_left_out_changes_nothing(kind: str) -> None:
-    """And those around it are as if it had not been."""
+def test_a_skipped_step_changes_nothing(kind: str) -> None:
+    """The steps around it are unaffected."""
     layer, other = nn.Linear(3, 2), nn.Linear(3, 2)
     other.load_state_dict(layer.state_dict())
     optimizers = [make_optimizer(model, Optimizer(kind=kind, lr=0.1)) for model in (layer, other)]
-    assert all(can_leave_out(optimizer) for optimizer in optimizers)
+    assert all(can_skip_step(optimizer) for optimizer in optimizers)
     for bad in (False, True, False):
         for model, optimizer in zip((layer, other), optimizers, strict=True):
             optimizer.zero_grad()
@@ -347,5 +351,5 @@ def test_a_step_that_is_left_out_changes_nothing(kind: str) -> None:
     assert not hasattr(optimizers[0], "found_inf")
 
 
-def test_only_fused_optimizers_can_leave_a_step_out() -> None:
-    assert not can_leave_out(make_optimizer(nn.Linear(2, 2), Optimizer(kind="adamw", lr=0.1), fused=False))
+def test_only_fused_optimizers_can_skip_a_step() -> None:
+    assert not can_skip_step(make_optimizer(nn.Linear(2, 2), Optimizer(kind="adamw", lr=0.1), fused=False))

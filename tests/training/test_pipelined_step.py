@@ -1,4 +1,4 @@
-"""Which waits for images count."""
+"""Which waits for data count."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +12,15 @@ from vitrail.training.step import PendingStep
 
 
 def kept(done: bool | None) -> PipelinedStep:
-    """Return a step under way on a GPU that says whether it is done; None: on a processor, where it always is."""
+    """Return a pending GPU step that is `done` or not; None: a step on a CPU, which is always done."""
     end: Any = None if done is None else SimpleNamespace(query=lambda: done)
     pipelined = PipelinedStep()
-    pipelined.put(PendingStep(0, torch.zeros(3), end, 1, left_out=False, done=end), batches(1)[0], 0.1, 0.0)
+    pipelined.put(PendingStep(0, torch.zeros(3), end, 1, may_skip=False, done=end), batches(1)[0], 0.1, 0.0)
     return pipelined
 
 
 @pytest.mark.parametrize(("done", "counted"), [(False, 0.0), (True, 5.0), (None, 5.0)])
-def test_a_wait_counts_unless_the_device_was_busy_all_along(done: bool | None, counted: float) -> None:
+def test_a_wait_counts_unless_the_device_was_busy_throughout(done: bool | None, counted: float) -> None:
     pipelined = kept(done)
     assert pipelined.waited(5.0) == counted
     assert pipelined.idle == counted

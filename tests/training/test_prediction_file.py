@@ -1,4 +1,4 @@
-"""test_predictions.parquet: the answers that the result is made of, image by image."""
+"""test_predictions.parquet: the prediction for each image behind the result."""
 
 import json
 from pathlib import Path
@@ -21,9 +21,9 @@ def source_of(classes: int, images: int) -> Arrays:
 
 
 @pytest.mark.parametrize("classes", [2, 7])
-def test_every_column_is_what_it_says(classes: int, tmp_path: Path) -> None:
+def test_every_column(classes: int, tmp_path: Path) -> None:
     rng, source = np.random.default_rng(0), source_of(classes, 40)
-    order = rng.permutation(40)[:37]  # three could not be read, and batches came as they liked
+    order = rng.permutation(40)[:37]  # three are unreadable, and batches arrive in any order
     probabilities = rng.dirichlet(np.ones(classes), 37).astype(np.float32)
     predictions = Predictions(probabilities, source.labels[order], order)
     write_test_predictions(predictions, source, tmp_path / "test_predictions.parquet")
@@ -62,7 +62,7 @@ def test_it_agrees_with_the_summary(tmp_path: Path) -> None:
     assert "vitrail[train]" not in (run.folder / "log.txt").read_text()
 
 
-def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     source = source_of(2, 4)
     predictions = Predictions(
         np.full((4, 2), 0.5, np.float32), source.labels, np.arange(4), (BadImage("image 5", "empty"),)

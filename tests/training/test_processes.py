@@ -1,4 +1,4 @@
-"""Several processes: the same run as with one, stopped and continued on any number of them."""
+"""Distributed runs: the same result as with one rank, stopped and resumed on any number of ranks."""
 
 import contextlib
 import json
@@ -24,13 +24,13 @@ SMALL = [
     "model.patch_size=4",
     "model.stem=conv",
     "precision=float32",
-    "optimizer.kind=adamw",  # Muon makes a difference in the last bits large
+    "optimizer.kind=adamw",  # Muon amplifies differences in the last bits
 ]
 
 
 def command(folder: Path, processes: int, *changes: str, data: str = "digits") -> list[str]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    rest = ["--"] if processes > 1 else []  # torchrun would take --run for an option of its own
+    rest = ["--"] if processes > 1 else []  # torchrun would parse --run itself
     pretrained = [sys.executable, *(torchrun if processes > 1 else []), "-m", *rest, "vitrail", "train", data]
     words = [word for change in (*SMALL, *changes) for word in ("--set", change)]
     return [*pretrained, "--run", str(folder), "--device", "cpu", "--workers", "0", *words]
@@ -80,7 +80,7 @@ def start_and_wait(folder: Path, processes: int, until: int, *changes: str) -> s
 
 
 def kill_all(folder: Path) -> None:
-    """Kill every process whose command names a run: torchrun gives those it starts a session of their own."""
+    """Kill every process whose command names a run: torchrun starts ranks in their own session."""
     for place in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if int(place.name) != os.getpid() and os.fsencode(folder) in (place / "cmdline").read_bytes():
@@ -96,7 +96,7 @@ def by_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_two_processes_learn_as_one(by_one: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_like_one(by_one: Path, tmp_path: Path) -> None:
     done = run(tmp_path / "two", 2, "steps=200")
     assert done.returncode == 0, done.stderr
     one, two = losses(by_one), losses(tmp_path / "two")
@@ -111,7 +111,7 @@ def test_two_processes_learn_as_one(by_one: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [1, 4])
-def test_a_run_of_two_goes_on_with_another_number(after: int, by_one: Path, tmp_path: Path) -> None:
+def test_a_run_of_two_ranks_resumes_with_another_number(after: int, by_one: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = start_and_wait(folder, 2, 5, "steps=200", "save_minutes=0")
     process.send_signal(signal.SIGTERM)
@@ -121,12 +121,12 @@ def test_a_run_of_two_goes_on_with_another_number(after: int, by_one: Path, tmp_
     assert 5 <= steps(folder) < 200
     done = run(folder, after, "steps=200", "save_minutes=0")
     assert done.returncode == 0, done.stderr
-    assert f"the run had processes 2 before and has processes {after} now" in done.stderr
+    assert f"processes was 2 before and is {after} now" in done.stderr
     np.testing.assert_allclose(losses(folder), losses(by_one), atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow
-def test_two_processes_killed_at_any_moment(tmp_path: Path) -> None:
+def test_two_ranks_killed_at_any_moment(tmp_path: Path) -> None:
     straight, folder = tmp_path / "straight", tmp_path / "run"
     changes = ("steps=150", "save_minutes=0", "model.mlp_dropout=0.1", "mixing.mixup=0.2", "gradient_accumulation=2")
     assert run(straight, 2, *changes).returncode == 0
@@ -154,7 +154,7 @@ def test_two_processes_killed_at_any_moment(tmp_path: Path) -> None:
         (("mixing.mixup=0.2", "batch=34"), "use a batch that is a multiple of 4"),
     ],
 )
-def test_what_cannot_be_is_said_once(changes: tuple[str, ...], words: str, tmp_path: Path) -> None:
+def test_errors_are_printed_once(changes: tuple[str, ...], words: str, tmp_path: Path) -> None:
     done = run(tmp_path / "run", 2, *changes)
     said = [line for line in done.stderr.splitlines() if line.startswith("vitrail: ")]
     assert (done.returncode != 0, len(said)) == (True, 1), done.stderr
@@ -162,8 +162,8 @@ def test_what_cannot_be_is_said_once(changes: tuple[str, ...], words: str, tmp_p
     assert "Traceback (most recent call last)" not in done.stderr.split("ChildFailedError")[0].split("elastic")[0]
 
 
-def test_what_processes_tell_each_other(tmp_path: Path) -> None:
-    """Everything in one pair of processes, since starting them takes long."""
+def test_communication_between_ranks(tmp_path: Path) -> None:
+    """All checks in one pair of processes, because starting them is slow."""
     for part, each in (("train", 100), ("val", 4)):
         for label in ("cat", "dog"):
             folder = tmp_path / "data" / part / label
@@ -189,11 +189,11 @@ def test_what_processes_tell_each_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_end_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
+def test_ranks_exit_when_the_launcher_is_killed(tmp_path: Path) -> None:
     launcher = start_and_wait(tmp_path / "run", 2, 5, "steps=100000", "evaluations=20000")
-    launcher.kill()  # torchrun alone: nothing tells the ranks
+    launcher.kill()  # only torchrun: the ranks get no signal
     try:
-        launcher.communicate(timeout=120)  # until nobody has its pipes any more
+        launcher.communicate(timeout=120)  # until every process has closed its pipes
         assert not ranks(tmp_path / "run")
     finally:
         kill_all(tmp_path / "run")
@@ -203,7 +203,7 @@ def test_ranks_end_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_recover_a_damaged_best_model(tmp_path: Path) -> None:
+def test_two_ranks_recover_a_corrupt_best_model(tmp_path: Path) -> None:
     first = run(tmp_path / "run", 2, "steps=20")
     assert first.returncode == 0, first.stderr
     weights = tmp_path / "run" / "best" / "model.safetensors"

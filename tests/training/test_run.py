@@ -1,4 +1,4 @@
-"""A run as a person starts it: stopped at any moment and started again, it is the run that never stopped."""
+"""Whole runs: interrupted at any moment and resumed, a run equals one that was never interrupted."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from vitrail.models.config import ViTConfig
 from vitrail.runtime import Processes
 from vitrail.training.distributed import Ranks
 from vitrail.training.recipe import preset_names, read_recipe, write_toml
-from vitrail.training.run_folder import claimed, default_folder, origin_of
+from vitrail.training.run_folder import default_folder, locked, origin_of
 from vitrail.training.schedules import learning_rate
 from vitrail.training.state import Progress, Setting, State, content_digest, load_state, save_state
 from vitrail.training.train import train
@@ -84,7 +84,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_what_a_run_leaves(straight: Path) -> None:
+def test_files_of_a_run(straight: Path) -> None:
     there = {path.name for path in straight.iterdir()}
     assert {"recipe.toml", "split.json", "check.json", "metrics.jsonl", "log.txt", "best", "last", "state"} <= there
     assert len(list((straight / "state").iterdir())) == 2
@@ -112,7 +112,7 @@ def test_workers_change_nothing(workers: str, straight: Path, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_killed_at_any_moment(seed: int, tmp_path: Path) -> None:
-    """Every run is killed some moments after it has saved a state; saving after each step, some die while they save."""
+    """Each run is killed shortly after it saved a state; as it saves after every step, some are killed while saving."""
     folder, straight = tmp_path / "run", tmp_path / "straight"
     often = ("--set", "save_minutes=0", "--set", "epochs=5")
     assert run(straight, "--workers", "0", *often).returncode == 0
@@ -160,7 +160,7 @@ def test_a_signal_saves_first(straight: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_damaged_state_falls_back(straight: Path, tmp_path: Path) -> None:
+def test_a_corrupt_state_falls_back_to_the_previous_one(straight: Path, tmp_path: Path) -> None:
     folder, often = tmp_path / "run", ("--workers", "0", "--set", "save_minutes=0")
     process = subprocess.Popen(command(folder, *often), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while _steps(folder) < 3:
@@ -172,7 +172,7 @@ def test_a_damaged_state_falls_back(straight: Path, tmp_path: Path) -> None:
     (newest / "state.safetensors").write_bytes(b"damaged")
     done = run(folder, *often)
     assert done.returncode == 0, done.stderr
-    assert f"the state {newest.name} is damaged" in done.stderr
+    assert f"the training state {newest.name} is corrupt" in done.stderr
     assert same(weights(folder), weights(straight))
 
 
@@ -187,9 +187,9 @@ def test_a_bad_image_is_named_in_the_summary(tmp_path: Path) -> None:
     Path(shown.name(3)).write_text("no image")
     changes = ["epochs=2", "batch=8", "evaluations=1", "model.width=32", "model.depth=1", "model.heads=1"]
     done = train(tmp_path / "data", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
-    assert f"left out of training: {shown.name(3)}" in done.summary
+    assert f"unreadable and skipped in training: {shown.name(3)}" in done.summary
     assert (
-        f"{shown.name(3)} cannot be read and was left out: it is not an image"
+        f"{shown.name(3)} cannot be read and is skipped: it is not an image"
         in (tmp_path / "run" / "log.txt").read_text()
     )
     with pytest.raises(DataError, match="it is not an image"):
@@ -197,7 +197,7 @@ def test_a_bad_image_is_named_in_the_summary(tmp_path: Path) -> None:
               workers=0, quiet=True)  # fmt: skip
 
 
-# ── what cannot be ──
+# ── errors ──
 
 
 def test_another_recipe_in_the_same_folder(straight: Path) -> None:
@@ -215,32 +215,36 @@ def test_another_recipe_in_the_same_folder(straight: Path) -> None:
         ("optimizer.lrr=1", "has no option 'optimizer.lrr'; did you mean 'lr'?"),
         ("epochs=-1", "epochs is -1"),
         ("model.widht=3", "widht"),
-        ("nonsense", "'nonsense' changes nothing; write optimizer.lr=3e-4"),
+        ("nonsense", "'nonsense' is not a change; write optimizer.lr=3e-4"),
         ("batch=7", "use a batch that is a multiple of 2"),
         ("batch=6 gradient_accumulation=2", "use a batch that is a multiple of 4"),
     ],
 )
-def test_settings_that_cannot_be(change: str, words: str, tmp_path: Path) -> None:
+def test_invalid_settings(change: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         train("digits", changes=[*TINY, *change.split()], folder=tmp_path / "run", device="cpu", quiet=True)
     assert words in str(caught.value)
 
 
 def test_a_run_in_use(tmp_path: Path) -> None:
-    with claimed(tmp_path / "run"):
+    with locked(tmp_path / "run"):
         done = run(tmp_path / "run")
     assert (done.returncode, "is in use by another process" in done.stderr) == (2, True)
 
 
 def test_a_loss_that_explodes_is_explained(tmp_path: Path) -> None:
-    changes = [*TINY, "optimizer.lr=1000.0", "optimizer.kind=sgd", "optimizer.clip=none", "schedule.kind=constant"]
-    with pytest.raises(
-        Diverged, match=r"step \d+: the loss is .*; the losses before it were .*; the first split whose"
-    ):
+    changes = [
+        *TINY,
+        "optimizer.lr=1000.0",
+        "optimizer.kind=sgd",
+        "optimizer.max_grad_norm=none",
+        "schedule.kind=constant",
+    ]
+    with pytest.raises(Diverged, match=r"step \d+: the loss is .*; previous losses: .*; first module with"):
         train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
 
 
-def test_a_full_disk_keeps_the_state_before(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_previous_state(tmp_path: Path) -> None:
     setting = Setting(threads=1, processes=1, precision="float32")
     model = torch.nn.Linear(2, 2)
     state = State(model, torch.optim.SGD(model.parameters(), 0.1), None, Progress(step=1))
@@ -256,9 +260,9 @@ def test_a_full_disk_keeps_the_state_before(tmp_path: Path) -> None:
 
 
 def limited(limit: str, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    """Run with less than usual: `limit` is executed before the command."""
+    """Run with restricted resources: `limit` is executed before the command."""
     words = command(folder, *more)[3:]
-    # All is imported before, as it may not be readable afterwards.
+    # Import everything first, as it may not be readable afterwards.
     code = f"import sys, vitrail.api, vitrail.__main__ as m\n{limit}\nm.main()"
     return subprocess.run(
         [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False, timeout=300
@@ -267,7 +271,7 @@ def limited(limit: str, folder: Path, *more: str) -> subprocess.CompletedProcess
 
 @pytest.mark.slow
 def test_a_disk_that_fills_up_during_a_run(straight: Path, tmp_path: Path) -> None:
-    """Files may not grow beyond some kB: the state cannot be written, and the one before is what goes on."""
+    """File size is limited to a few kB: the state cannot be written, and the run resumes from the previous one."""
     folder, often = tmp_path / "run", ("--workers", "0", "--set", "save_minutes=0")
     process = subprocess.Popen(command(folder, *often), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while _steps(folder) < 2:
@@ -294,13 +298,13 @@ def test_a_run_folder_without_permission(tmp_path: Path) -> None:
 import os, sys
 from pathlib import Path
 from vitrail.errors import CheckpointError
-from vitrail.training.run_folder import claimed
+from vitrail.training.run_folder import locked
 if os.geteuid() == 0:
     os.setgid(65534)
     os.setuid(65534)
 try:
-    with claimed(Path(sys.argv[1])):
-        print("claimed")
+    with locked(Path(sys.argv[1])):
+        print("locked")
 except CheckpointError as error:
     print(error)
 """
@@ -314,7 +318,7 @@ except CheckpointError as error:
     assert refused.stderr == expected
 
 
-def test_data_that_changed_under_a_run(tmp_path: Path) -> None:
+def test_data_that_changed_since_the_run_started(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for label in ("cat", "dog"):
         (tmp_path / "data" / label).mkdir(parents=True)
@@ -328,12 +332,12 @@ def test_data_that_changed_under_a_run(tmp_path: Path) -> None:
 
     again()
     (tmp_path / "data" / "cat" / "0.png").rename(tmp_path / "data" / "cat" / "other.png")
-    with pytest.raises(DataError, match=r"the data is no longer what the run in .* began with"):
+    with pytest.raises(DataError, match=r"the data has changed since the run in .* started"):
         again()
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_every_recipe_is_read_and_written_again(name: str, tmp_path: Path) -> None:
+def test_every_recipe_round_trips_through_toml(name: str, tmp_path: Path) -> None:
     recipe = read_recipe(name)
     (tmp_path / "again.toml").write_text(write_toml(recipe))
     assert read_recipe(tmp_path / "again.toml") == recipe
@@ -348,7 +352,7 @@ def metrics_file(folder: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_compiled_it_learns_the_same(tmp_path: Path) -> None:
+def test_a_compiled_run_trains_the_same(tmp_path: Path) -> None:
     for name in ("plain", "compiled"):
         changes = [
             *TINY,
@@ -362,16 +366,25 @@ def test_compiled_it_learns_the_same(tmp_path: Path) -> None:
     np.testing.assert_allclose(metrics_file(tmp_path / "compiled"), metrics_file(tmp_path / "plain"), rtol=0, atol=1e-4)
 
 
-def test_none_is_a_word_where_it_is_a_choice() -> None:
-    changes = ["averaging.kind=none", "model.class_token=none", "optimizer.clip=none", "objective.class_weights=none"]
+def test_none_is_a_string_where_it_is_a_literal() -> None:
+    changes = [
+        "averaging.kind=none",
+        "model.class_token=none",
+        "optimizer.max_grad_norm=none",
+        "objective.class_weights=none",
+    ]
     recipe = read_recipe("scratch-small", [*changes, "augmentation.crop=none", "augmentation.randaugment=none"])
-    assert (recipe.averaging.kind, recipe.model["class_token"], recipe.optimizer.clip) == ("none", "none", None)
+    assert (recipe.averaging.kind, recipe.model["class_token"], recipe.optimizer.max_grad_norm) == (
+        "none",
+        "none",
+        None,
+    )
     assert recipe.objective.class_weights == "none"
     assert (recipe.augmentation.crop, recipe.augmentation.randaugment) == ("none", None)
 
 
-def test_a_run_that_no_longer_improves_ends_early(tmp_path: Path) -> None:
-    """With a learning rate of almost nothing the second measurement is no better than the first."""
+def test_early_stopping(tmp_path: Path) -> None:
+    """With a tiny learning rate the second validation is not better than the first."""
     changes = [*TINY, "optimizer.lr=1e-12", "evaluations=10", "patience=2", "averaging.kind=none"]
     done = train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
     assert len(metrics_file(tmp_path / "run")) < 34
@@ -379,11 +392,11 @@ def test_a_run_that_no_longer_improves_ends_early(tmp_path: Path) -> None:
     assert again.metrics.top1 == done.metrics.top1
 
 
-# ── what a run keeps is what it says ──
+# ── consistency of a run's files ──
 
 
-def test_the_journal_the_average_and_the_best_model_agree(straight: Path) -> None:
-    """The learning rate is the schedule's, and `best/` holds the average of the weights at the step it names."""
+def test_metrics_average_and_best_model_agree(straight: Path) -> None:
+    """The learning rate follows the schedule, and `best/` holds the averaged weights of its step."""
     recipe = read_recipe(straight / "recipe.toml")
     rows = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
     rates = [row["lr"] for row in rows if "lr" in row]
@@ -403,7 +416,7 @@ def test_the_journal_the_average_and_the_best_model_agree(straight: Path) -> Non
 
 
 def test_a_state_of_another_model(straight: Path, tmp_path: Path) -> None:
-    """As can be left where a run's folder is deleted and made anew while the run still saves."""
+    """As happens if a run folder is deleted and recreated while the run is still saving."""
     folder = tmp_path / "run"
     shutil.copytree(straight, folder)
     for state in (folder / "state").iterdir():
@@ -418,12 +431,12 @@ def test_a_state_of_another_model(straight: Path, tmp_path: Path) -> None:
         (state / "state.json").write_text(json.dumps(content))
     done = run(folder, "--workers", "0")
     assert done.returncode == 2
-    assert f"what was saved in {folder / 'state'} is of another model than the recipe makes; delete" in done.stderr
+    assert f"the training state in {folder / 'state'} is of another model than the recipe's; delete" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow
-def test_one_wrong_bit_is_noticed(straight: Path, tmp_path: Path) -> None:
+def test_one_flipped_bit_is_detected(straight: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(straight, folder)
     newest = sorted((folder / "state").glob("[0-9]*"))[-1] / "state.safetensors"
@@ -432,26 +445,26 @@ def test_one_wrong_bit_is_noticed(straight: Path, tmp_path: Path) -> None:
     newest.write_bytes(content)
     done = run(folder, "--workers", "0")
     assert done.returncode == 0, done.stderr
-    assert "is damaged (its checksum is another), so the one before was taken" in done.stderr
+    assert "is corrupt (its checksum does not match), so the previous one is used" in done.stderr
     assert same(weights(folder), weights(straight))
 
 
 @pytest.mark.slow
-def test_when_all_states_are_damaged_the_run_begins_again(straight: Path, tmp_path: Path) -> None:
+def test_a_run_restarts_if_all_states_are_corrupt(straight: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(straight, folder)
     for file in (folder / "state").rglob("state.safetensors"):
         file.write_bytes(b"damaged")
     done = run(folder, "--workers", "0")
     assert done.returncode == 0, done.stderr
-    assert "so the run begins again" in done.stderr
+    assert "so training restarts" in done.stderr
     assert same(weights(folder), weights(straight))
     assert len(list((folder / "state").glob("[0-9]*"))) == 2
 
 
 @pytest.mark.slow
 def test_a_signal_to_all_processes_saves_first(straight: Path, tmp_path: Path) -> None:
-    """As systemd, Slurm and `timeout` send it: the processes that read images get it, too."""
+    """As systemd, Slurm and `timeout` send it: the data workers get it, too."""
     folder = tmp_path / "run"
     process = subprocess.Popen(
         command(folder, "--workers", "1"), stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -468,7 +481,7 @@ def test_a_signal_to_all_processes_saves_first(straight: Path, tmp_path: Path) -
     assert same(weights(folder), weights(straight))
 
 
-def test_a_run_is_not_taken_for_one_with_another_start(tmp_path: Path) -> None:
+def test_another_initialisation_is_another_run(tmp_path: Path) -> None:
     bundles = []
     for seed in range(2):
         torch.manual_seed(seed)
@@ -483,7 +496,9 @@ def test_a_run_is_not_taken_for_one_with_another_start(tmp_path: Path) -> None:
         if number == 0:
             train("digits", pretrained=bundle, changes=changes, folder=folder, device="cpu", workers=0, quiet=True)
         else:
-            with pytest.raises(ConfigError, match="holds a run that began with other weights; choose another --run"):
+            with pytest.raises(
+                ConfigError, match="holds a run that was trained from other weights; choose another --run"
+            ):
                 train("digits", pretrained=bundle, changes=changes, folder=folder, device="cpu", workers=0, quiet=True)
     origins = [origin_of("digits", bundle) for bundle in bundles]
     recipe = read_recipe("finetune")
@@ -494,7 +509,7 @@ def test_a_run_is_not_taken_for_one_with_another_start(tmp_path: Path) -> None:
     )
 
 
-def test_a_best_model_that_lost_its_name_gets_it_back(tmp_path: Path) -> None:
+def test_an_interrupted_rename_of_best_is_recovered(tmp_path: Path) -> None:
     (tmp_path / ".best-old-1" / "best").mkdir(parents=True)
     (tmp_path / ".best-2").mkdir()
     recover(tmp_path / "best")
@@ -504,42 +519,42 @@ def test_a_best_model_that_lost_its_name_gets_it_back(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
 
-def test_stopped_as_it_was_about_to_end_early(tmp_path: Path) -> None:
+def test_interrupted_just_before_early_stopping(tmp_path: Path) -> None:
     changes = [*TINY, "optimizer.lr=1e-12", "evaluations=10", "patience=2", "averaging.kind=none"]
     train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
     ended = metrics_file(tmp_path / "run")
     newest = sorted((tmp_path / "run" / "state").glob("[0-9]*"))[-1] / "state.json"
     content = json.loads(newest.read_text())
-    newest.write_text(json.dumps({**content, "finished": False}))  # as it is when the last save did not happen
+    newest.write_text(json.dumps({**content, "finished": False}))  # as if the last save did not happen
     train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
     assert metrics_file(tmp_path / "run") == ended
 
 
 @pytest.mark.parametrize("inside", ["", "best"])
 def test_a_run_folder_that_holds_something_else(inside: str, straight: Path, tmp_path: Path) -> None:
-    """A folder of somebody's files is no place for a run, and a model least of all."""
+    """A run does not write into a folder with other files, least of all a model."""
     folder = tmp_path / "mine"
     (folder / inside).mkdir(parents=True, exist_ok=True)
     (folder / inside / "thesis.txt").write_text("important")
-    with pytest.raises(ConfigError, match="exists and is no run; choose another --run"):
+    with pytest.raises(ConfigError, match="exists and is not a run; choose another --run"):
         train("digits", changes=TINY, folder=folder, device="cpu", workers=0, quiet=True)
     assert [path.name for path in folder.rglob("*.txt")] == ["thesis.txt"]
     assert not (folder / ".lock").exists()
 
 
-def test_a_run_among_its_own_images(tmp_path: Path) -> None:
+def test_a_run_folder_inside_the_data(tmp_path: Path) -> None:
     (tmp_path / "photos" / "cat").mkdir(parents=True)
     (tmp_path / "photos" / "dog").mkdir()
     for label in ("cat", "dog"):
         for number in range(10):
             Image.new("RGB", (12, 12), (number, 0, 0)).save(tmp_path / "photos" / label / f"{number}.png")
     for folder in (tmp_path / "photos", tmp_path / "photos" / "runs" / "first"):
-        with pytest.raises(ConfigError, match="lies in the data"):
+        with pytest.raises(ConfigError, match="is inside the data"):
             train(tmp_path / "photos", changes=TINY, folder=folder, device="cpu", workers=0, quiet=True)
     assert sorted(path.name for path in (tmp_path / "photos").iterdir()) == ["cat", "dog"]
 
 
-def test_a_run_is_no_model(straight: Path) -> None:
+def test_a_run_folder_is_not_a_model(straight: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         vitrail.load(straight)
     assert str(caught.value) == f"{straight} is a run folder; its best model is {straight / 'best'}"

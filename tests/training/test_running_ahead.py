@@ -1,4 +1,4 @@
-"""On a GPU a step's numbers are read when the next one is on its way. The run is the one that waits for each step."""
+"""On a GPU a step's metrics are read after the next step is launched; the run equals one that waits for each step."""
 
 import os
 import re
@@ -39,7 +39,7 @@ SMALL = [
 
 
 class Arrival:
-    """Stands for a GPU's event: counts those that nobody has asked about."""
+    """Fakes a CUDA event, and counts those not yet waited for."""
 
     open = 0
     most = 0
@@ -55,7 +55,7 @@ class Arrival:
 
 
 class Busy:
-    """Stands for the event at the end of a step that the device has not come to."""
+    """Fakes the end event of a step that the device is still computing."""
 
     def query(self) -> bool:
         return False
@@ -63,15 +63,15 @@ class Busy:
 
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a CPU go the way of a GPU: what it computes is there at once, but nobody looks."""
+    """Make a CPU run take the asynchronous path of a GPU."""
 
-    def on_its_way(numbers: Tensor) -> tuple[Tensor, Any]:
+    def async_copy(numbers: Tensor) -> tuple[Tensor, Any]:
         return numbers.clone(), Arrival()
 
     Arrival.open = Arrival.most = 0
     monkeypatch.setattr(Stepper, "runs_ahead", True)
-    monkeypatch.setattr("vitrail.training.step._on_its_way", on_its_way)
-    monkeypatch.setattr("vitrail.training.step._now", lambda _: Busy())
+    monkeypatch.setattr("vitrail.training.step._async_copy", async_copy)
+    monkeypatch.setattr("vitrail.training.step._record_event", lambda _: Busy())
 
 
 def go(folder: Path, *changes: str) -> None:
@@ -96,17 +96,15 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize(("minutes", "most"), [("10", 2), ("0", 1)])
-def test_the_journal_and_the_weights_are_the_same(minutes: str, most: int, straight: Path, tmp_path: Path) -> None:
+def test_metrics_and_weights_are_the_same(minutes: str, most: int, straight: Path, tmp_path: Path) -> None:
     go(tmp_path / "run", f"save_minutes={minutes}")
     assert list(MetricsFile.read(tmp_path / "run")) == list(MetricsFile.read(straight))
     assert same(saved(tmp_path / "run")[1], saved(straight)[1])
-    assert (Arrival.most, Arrival.open) == (most, 0)  # one step ahead, and none where every step is saved
+    assert (Arrival.most, Arrival.open) == (most, 0)  # one step ahead, or none if every step is saved
 
 
 @pytest.mark.usefixtures("ahead")
-def test_images_are_waited_for_only_where_the_device_has_nothing_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waits_for_data_count_only_while_the_device_is_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: dict[int, float] = {}
     show = Status.update
 
@@ -120,11 +118,11 @@ def test_images_are_waited_for_only_where_the_device_has_nothing_to_do(
     assert [step for step, seconds in waited.items() if seconds > 0] == [
         1,
         5,
-    ]  # at first, and after the validation split
+    ]  # at the start, and after validation
 
 
 @pytest.mark.usefixtures("ahead")
-def test_a_signal_saves_a_step_whose_numbers_are_told(straight: Path, tmp_path: Path) -> None:
+def test_a_signal_saves_a_reported_step(straight: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
 
     def ask_to_stop() -> None:
@@ -138,20 +136,18 @@ def test_a_signal_saves_a_step_whose_numbers_are_told(straight: Path, tmp_path: 
         go(folder, "steps=2000")
     rows = [row["step"] for row in MetricsFile.read(folder) if "loss" in row]
     assert rows == list(range(1, saved(folder)[0] + 1))
-    assert len(rows) < 1000  # where it is measured, and would be saved anyway
+    assert len(rows) < 1000  # where it is validated, and would be saved anyway
 
 
-def test_a_loss_that_explodes_is_explained_as_if_it_had_been_waited_for(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    changes = ["optimizer.lr=1000.0", "optimizer.kind=sgd", "optimizer.clip=none", "schedule.kind=constant"]
+def test_divergence_is_explained_as_in_the_synchronous_path(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    changes = ["optimizer.lr=1000.0", "optimizer.kind=sgd", "optimizer.max_grad_norm=none", "schedule.kind=constant"]
     said = []
     for way in ("waited", "ahead"):
         if way == "ahead":
             request.getfixturevalue("ahead")
         with pytest.raises(Diverged) as found:
             go(tmp_path / way, "steps=100", "evaluations=1", *changes)
-        said.append(re.sub(r"saved state is kept in .*", "", str(found.value)))
+        said.append(re.sub(r"training state is kept in .*", "", str(found.value)))
         assert not (tmp_path / way / "state").exists() or not list((tmp_path / way / "state").glob("[0-9]*"))
     assert said[0] == said[1]
 
@@ -164,36 +160,36 @@ def begin(precision: Precision = "float32", *, fused: bool = True) -> tuple[Step
 
 
 @pytest.mark.usefixtures("ahead")
-def test_where_a_step_cannot_be_left_out_it_is_waited_for() -> None:
+def test_steps_that_cannot_be_skipped_are_synchronous() -> None:
     (batch,) = batches(1)
     stepper, state = begin("fp16")
     state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     before = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
-    assert stepper.take(state, state.model, batch, 0.01).ready is None
+    assert stepper.launch(state, state.model, batch, 0.01).ready is None
     assert (same(state.model.state_dict(), before), state.scaler.get_scale()) == (True, 2.0**126)
     stepper, state = begin(fused=False)
-    assert stepper.take(state, state.model, batch, 0.01).ready is None
+    assert stepper.launch(state, state.model, batch, 0.01).ready is None
     stepper, state = begin()
-    assert stepper.take(state, state.model, batch, 0.01).ready is not None
+    assert stepper.launch(state, state.model, batch, 0.01).ready is not None
 
 
 @pytest.mark.usefixtures("ahead")
-@pytest.mark.parametrize("context", ["loss", "gradient"])
-def test_a_step_that_diverged_changes_no_weight_before_anybody_knows(context: str) -> None:
+@pytest.mark.parametrize("source", ["loss", "gradient"])
+def test_a_step_that_diverged_changes_no_weights_before_it_is_read(source: str) -> None:
     stepper, state = begin()
     model, (first, second) = state.model, batches(2)
-    stepper.take(state, model, first, 0.01).read()
-    if context == "gradient":
+    stepper.launch(state, model, first, 0.01).read()
+    if source == "gradient":
         model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
     else:
         second = second._replace(pixels=torch.full_like(second.pixels, float("nan"), dtype=torch.float32))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    taken = stepper.take(state, model, second, 0.01)
+    pending = stepper.launch(state, model, second, 0.01)
     assert same(model.state_dict(), before)
-    with pytest.raises(Diverged, match=r"step 1: the loss is .*, the norm of the gradient nan"):
-        taken.read()
+    with pytest.raises(Diverged, match=r"step 1: the loss is .*, the gradient norm nan"):
+        pending.read()
 
 
-def test_the_mean_over_parts_and_processes() -> None:
-    taken = PendingStep(4, torch.tensor([1.0, 3.0, 5.0, 2.0, 0.5]), None, processes=2, left_out=False)
-    assert taken.read() == (1.0, 7, 0.5)
+def test_the_mean_over_micro_batches_and_ranks() -> None:
+    pending = PendingStep(4, torch.tensor([1.0, 3.0, 5.0, 2.0, 0.5]), None, processes=2, may_skip=False)
+    assert pending.read() == (1.0, 7, 0.5)

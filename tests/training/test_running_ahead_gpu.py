@@ -1,4 +1,4 @@
-"""A step's numbers come from a GPU without waiting for what it does after it. By hand with `make test-gpu`."""
+"""A step's metrics arrive from a GPU without waiting for later work. Run by hand with `make test-gpu`."""
 
 import pytest
 import torch
@@ -21,24 +21,24 @@ CUDA = torch.device("cuda")
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "muon"])
-def test_a_steps_numbers_are_here_before_its_end(kind: str) -> None:
-    model, recipe = tiny().to(CUDA), Recipe(optimizer=Optimizer(kind=kind, lr=0.01, clip=1.0))
+def test_metrics_arrive_before_the_end_of_the_step(kind: str) -> None:
+    model, recipe = tiny().to(CUDA), Recipe(optimizer=Optimizer(kind=kind, lr=0.01, max_grad_norm=1.0))
     state = State(model, make_optimizer(model, recipe.optimizer), None, Progress())
     exact = Preprocess(size=(8, 8), mean=(0.0,) * 3, std=(1 / 255,) * 3)
     stepper = Stepper(recipe, exact, CUDA, "float32", None, Ranks(Processes(), CUDA))
     data = [batch.to(CUDA) for batch in batches(3)]
-    stepper.step(state, model, data[0], 0.01)  # in which libraries take their memory
+    stepper.step(state, model, data[0], 0.01)  # libraries allocate their memory here
     torch.cuda.synchronize()
-    # Some seconds of work between a step's numbers and its end.
+    # Seconds of work between a step's metrics and its end.
     state.optimizer.register_step_post_hook(lambda *_: torch.cuda._sleep(4_000_000_000))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        taken = stepper.take(state, model, data[1], 0.01)
+        pending = stepper.launch(state, model, data[1], 0.01)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    stepped = taken.read()
-    assert taken.is_busy()
+    stepped = pending.read()
+    assert pending.is_busy()
     torch.cuda.synchronize()
-    assert not taken.is_busy()
-    assert taken.read() == stepped
+    assert not pending.is_busy()
+    assert pending.read() == stepped
     assert stepped.gradient_norm > 0

@@ -1,4 +1,4 @@
-"""What a run keeps for its report and the explorer: small images of its classes, its sessions, metrics on the card."""
+"""Samples, sessions and model card metrics that a run writes for its report and the explorer."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def test_a_run_keeps_small_images_of_each_of_its_classes(run: Run) -> None:
     assert not list((run.folder / "best").glob("**/*.jpg")), "a bundle is passed on without images of its data"
 
 
-def test_they_are_training_images(run: Run, tmp_path: Path) -> None:
+def test_samples_are_training_images(run: Run, tmp_path: Path) -> None:
     data = json.loads((run.folder / "origin.json").read_text())["data"]
     splits = open_data(data, record=json.loads((run.folder / "split.json").read_text()))
     again = keep_samples(tmp_path, splits.train)
@@ -60,7 +60,7 @@ def test_samples_of_many_classes_stay_small(tmp_path: Path) -> None:
     assert len({sample.label for sample in kept}) == len(kept), "another class each"
 
 
-def test_files_that_cannot_be_read_are_passed_over_and_the_rest_is_turned_upright(tmp_path: Path) -> None:
+def test_unreadable_files_are_skipped_and_the_rest_is_upright(tmp_path: Path) -> None:
     folder = tmp_path / "photos" / "cat"
     folder.mkdir(parents=True)
     for number in range(4):
@@ -81,7 +81,7 @@ def test_files_that_cannot_be_read_are_passed_over_and_the_rest_is_turned_uprigh
 @pytest.mark.parametrize(
     "text", ["", "{", "[1]", '[{"label": 1}]', '{"a": 2}', "[" * 5000, '[{"label": "a", "file": "../x"}]']
 )
-def test_a_damaged_list_is_no_list(text: str, tmp_path: Path) -> None:
+def test_a_corrupt_index_is_empty(text: str, tmp_path: Path) -> None:
     (tmp_path / "samples").mkdir()
     (tmp_path / "x").write_bytes(b"not a sample")
     (tmp_path / "samples" / "samples.json").write_text(text)
@@ -90,7 +90,7 @@ def test_a_damaged_list_is_no_list(text: str, tmp_path: Path) -> None:
     assert read_sessions(tmp_path) == []
 
 
-def test_a_run_notes_how_long_it_took_and_on_what(run: Run) -> None:
+def test_a_run_records_its_time_and_hardware(run: Run) -> None:
     (session,) = read_sessions(run.folder)
     assert session.first_step == 0
     assert session.last_step == max(
@@ -109,7 +109,7 @@ def test_the_card_of_the_best_model_has_the_metrics(run: Run) -> None:
     assert f"| split | test, {run.metrics.images} images |" in card
 
 
-def test_the_card_says_when_the_images_also_selected_the_checkpoint(tmp_path: Path) -> None:
+def test_the_card_mentions_images_that_selected_the_checkpoint(tmp_path: Path) -> None:
     run = tiny_run(images(tmp_path / "data"), tmp_path / "run", "epochs=1", "data.test=0")
     card = (run.folder / "best" / "README.md").read_text(encoding="utf-8")
     assert f"| split | validation, {run.metrics.images} images, which also selected the checkpoint |" in card
@@ -129,7 +129,7 @@ def test_a_run_keeps_the_digests_of_its_images_and_its_bundles_carry_them(
         assert np.array_equal(contents.train, np.sort(digests_of(splits.train)))
         assert seen_in_training(splits.train, None, contents) == (0, len(splits.train), "content")
     assert "contents" not in json.loads((run.folder / "check.json").read_text())
-    vitrail.load(alone).save(alone, overwrite=True)  # what lies there is known as split of a checkpoint
+    vitrail.load(alone).save(alone, overwrite=True)  # files of a checkpoint may be overwritten
     shutil.copy(run.folder / "contents.index", tmp_path / "contents.index")
     save_in_run(run.bundle, tmp_path / "last")
     assert (tmp_path / "last" / "contents.index").exists()

@@ -1,4 +1,4 @@
-"""Schedules against their definitions, and what holds for all of them."""
+"""Schedules against their definitions, and properties of all of them."""
 
 import math
 from itertools import pairwise
@@ -17,8 +17,8 @@ def rates(schedule: Schedule, total: int, peak: float) -> list[float]:
     return [learning_rate(schedule, step, total, peak) for step in range(total)]
 
 
-def test_cosine_is_the_definition() -> None:
-    """The plain baseline's: 10,000 steps of warm-up, then half a cosine to 0."""
+def test_cosine_matches_the_definition() -> None:
+    """The plain baseline: 10,000 warm-up steps, then half a cosine to 0."""
     schedule, total = Schedule(kind="cosine", warmup_steps=10_000), 112_603
     for step in (0, 1, 4_999, 9_999, 10_000, 10_001, 61_301, 112_602):
         if step < 10_000:
@@ -41,13 +41,13 @@ def test_constant_stays_at_the_peak() -> None:
     assert rates(Schedule(kind="constant", warmup_steps=2), 6, 0.5) == [0.25, 0.5, 0.5, 0.5, 0.5, 0.5]
 
 
-def test_the_end_as_a_share_of_the_peak() -> None:
+def test_the_end_as_a_fraction_of_the_peak() -> None:
     for kind in ("cosine", "linear"):
         assert learning_rate(Schedule(kind=kind, end=0.1), 10, 10, 2.0) == pytest.approx(0.2)
         assert learning_rate(Schedule(kind=kind, end=1.0), 7, 10, 2.0) == pytest.approx(2.0)
 
 
-def test_no_warmup_begins_at_the_peak() -> None:
+def test_without_warmup_the_first_step_is_at_the_peak() -> None:
     for kind in KINDS:
         assert learning_rate(Schedule(kind=kind), 0, 10, 0.3) == 0.3
 
@@ -55,41 +55,41 @@ def test_no_warmup_begins_at_the_peak() -> None:
 @given(
     kind=st.sampled_from(KINDS),
     total=st.integers(1, 300),
-    share=st.floats(0, 0.999),
+    fraction=st.floats(0, 0.999),
     end=st.floats(0, 1),
     peak=st.floats(1e-6, 10),
 )
 @settings(derandomize=True, deadline=None, max_examples=100)
-def test_rises_to_the_peak_then_falls(kind: str, total: int, share: float, end: float, peak: float) -> None:
-    schedule = Schedule(kind=kind, warmup_share=share, end=0.0 if kind == "constant" else end)
+def test_rises_to_the_peak_then_falls(kind: str, total: int, fraction: float, end: float, peak: float) -> None:
+    schedule = Schedule(kind=kind, warmup_fraction=fraction, end=0.0 if kind == "constant" else end)
     warmup, found = warmup_of(schedule, total), rates(schedule, total, peak)
     assert 0 <= warmup < total
     assert all(0 < rate <= peak * (1 + 1e-12) for rate in found)
     assert found[warmup] == pytest.approx(peak, rel=1e-12)
     assert all(before < after for before, after in pairwise(found[:warmup]))
     assert all(before >= after * (1 - 1e-12) for before, after in pairwise(found[warmup:]))
-    # No jumps: a rising step is 1 / warm-up of the peak, a falling one at most π / 2 of an even descent's.
+    # No jumps: warm-up steps are peak / warm-up, decay steps at most π / 2 times those of a linear decay.
     rise, fall = peak / max(warmup, 1), peak * math.pi / 2 / (total - warmup)
     assert all(-fall * (1 + 1e-9) <= after - before <= rise * (1 + 1e-9) for before, after in pairwise(found))
 
 
 @given(step=st.integers(0, 10**6))
 @settings(derandomize=True, deadline=None, max_examples=30)
-def test_after_the_end_it_stays_there(step: int) -> None:
+def test_after_the_end_the_learning_rate_is_constant(step: int) -> None:
     assert learning_rate(Schedule(end=0.01), 50 + step, 50, 1.0) == pytest.approx(0.01)
 
 
-def test_share_and_steps_are_the_same_warmup() -> None:
-    assert rates(Schedule(warmup_share=0.1), 50, 1.0) == rates(Schedule(warmup_steps=5), 50, 1.0)
+def test_warmup_fraction_and_steps_agree() -> None:
+    assert rates(Schedule(warmup_fraction=0.1), 50, 1.0) == rates(Schedule(warmup_steps=5), 50, 1.0)
 
 
 @pytest.mark.parametrize(
-    ("share", "total", "warmup"),
+    ("fraction", "total", "warmup"),
     [(0.1, 14, 1), (0.1, 16, 2), (0.1, 4, 0), (0.99, 10, 9), (0.5, 1, 0), (0.9, 2, 1)],
 )
-def test_a_share_is_rounded_to_steps_and_leaves_one_at_the_peak(share: float, total: int, warmup: int) -> None:
-    assert warmup_of(Schedule(warmup_share=share), total) == warmup
-    found = rates(Schedule(warmup_share=share), total, 1.0)
+def test_a_fraction_is_rounded_to_steps_and_leaves_one_at_the_peak(fraction: float, total: int, warmup: int) -> None:
+    assert warmup_of(Schedule(warmup_fraction=fraction), total) == warmup
+    found = rates(Schedule(warmup_fraction=fraction), total, 1.0)
     assert found[warmup] == 1.0
     assert all(rate == pytest.approx((step + 1) / warmup) for step, rate in enumerate(found[:warmup]))
 
@@ -97,16 +97,16 @@ def test_a_share_is_rounded_to_steps_and_leaves_one_at_the_peak(share: float, to
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"warmup_steps": 5, "warmup_share": 0.1}, "warmup_steps is 5 and warmup_share is 0.1"),
+        ({"warmup_steps": 5, "warmup_fraction": 0.1}, "warmup_steps is 5 and warmup_fraction is 0.1"),
         ({"end": 0.1, "end_lr": 1e-5}, "end is 0.1 of the peak and end_lr is 1e-05"),
-        ({"kind": "constant", "end_lr": 1e-5}, "end_lr 1e-05 means nothing"),
-        ({"kind": "constant", "end": 0.5}, "end 0.5 means nothing"),
+        ({"kind": "constant", "end_lr": 1e-5}, "end_lr 1e-05 has no effect"),
+        ({"kind": "constant", "end": 0.5}, "end 0.5 has no effect"),
         ({"kind": "cosin"}, "did you mean 'cosine'"),
         ({"warmup": 5}, "did you mean 'warmup_s"),
-        ({"warmup_share": 1.0}, "warmup_share is 1.0"),
+        ({"warmup_fraction": 1.0}, "warmup_fraction is 1.0"),
     ],
 )
-def test_contradictions_are_refused(fields: dict[str, object], words: str) -> None:
+def test_contradictions_raise(fields: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Schedule(**fields)
 
@@ -116,5 +116,5 @@ def test_a_run_too_short_for_its_warmup_names_both_numbers() -> None:
         learning_rate(Schedule(warmup_steps=10_000), 0, 500, 1.0)
     with pytest.raises(ConfigError, match="at least 1 step, not 0"):
         learning_rate(Schedule(), 0, 0, 1.0)
-    with pytest.raises(ConfigError, match=r"end_lr 1e-05 lies above the peak 1e-06"):
+    with pytest.raises(ConfigError, match=r"end_lr 1e-05 is above the peak 1e-06"):
         learning_rate(Schedule(end_lr=1e-5), 0, 5, 1e-6)

@@ -1,4 +1,4 @@
-"""Steps of ours against a loop that is written out (`plain_loop.py`), to 1e-6 and mostly better.
+"""Training steps against a plain reference loop (`plain_loop.py`), to 1e-6 and mostly better.
 
 Both run in float64, so that rounding does not hide a wrong formula; pixels, shares and smoothing are chosen so that
 what ours does in float32, before the model and to the targets, is exact.
@@ -26,13 +26,13 @@ from vitrail.training.state import Progress, Setting, State, load_state, save_st
 from vitrail.training.step import Stepper, StepResult
 
 EXACT = Preprocess(size=(SIDE, SIDE), mean=(0.0,) * 3, std=(1 / 255,) * 3)
-"""Leaves the pixels as they are."""
+"""Leaves the pixels unchanged."""
 CPU = torch.device("cpu")
 ALONE = Ranks(Processes(), CPU)
 
 
 class Double(nn.Module):
-    """Gives a float64 model the pixels it wants."""
+    """Casts pixels for a float64 model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def ours(model: ViT, case: Case, data: list[Batch]) -> tuple[State, list[StepRes
     return state, [stepper.step(state, forward, batch, rate) for batch, rate in zip(data, RATES, strict=False)]
 
 
-# ── side by side ──
+# ── against the reference loop ──
 
 ADAMW = Optimizer(kind="adamw", lr=0.01, weight_decay=0.3, betas=(0.8, 0.95))
 SGD = Optimizer(kind="sgd", lr=0.01, weight_decay=0.1)
@@ -67,9 +67,9 @@ CASES = {
     "sgd": Case(SGD),
     "sgd without momentum": Case(SGD.replace(momentum=0.0)),
     "nesterov": Case(SGD.replace(nesterov=True, momentum=0.8)),
-    "clipped": Case(SGD.replace(clip=0.5)),
-    "a limit that is not reached": Case(SGD.replace(clip=1e6)),
-    "clipped adamw": Case(ADAMW.replace(clip=0.5)),
+    "clipped": Case(SGD.replace(max_grad_norm=0.5)),
+    "a limit that is not reached": Case(SGD.replace(max_grad_norm=1e6)),
+    "clipped adamw": Case(ADAMW.replace(max_grad_norm=0.5)),
     "ema": Case(ADAMW, averaging=Averaging(kind="ema", decay=0.6)),
     "ema with a warm-up and a start": Case(SGD, averaging=Averaging(kind="ema", decay=0.9, warmup=True, start=1)),
     "polyak": Case(SGD, averaging=Averaging(kind="polyak", start=1)),
@@ -84,7 +84,8 @@ CASES = {
         SGD, Objective(loss="sigmoid"), mixed="mixup", weights=(2.0, 0.5, 0.0, 3.0)
     ),
     "everything": Case(
-        ADAMW.replace(clip=0.1, layer_decay=0.7), Objective(label_smoothing=0.125), Averaging(kind="ema", decay=0.8),
+        ADAMW.replace(max_grad_norm=0.1, layer_decay=0.7), Objective(label_smoothing=0.125),
+        Averaging(kind="ema", decay=0.8),
         "both", 2, (2.0, 0.5, 0.25, 3.0),
     ),
 }  # fmt: skip
@@ -106,20 +107,20 @@ def assert_same(state: State, stepped: list[StepResult], expected: Reference, at
 
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_is_the_definition(name: str, steps: int) -> None:
+def test_a_step_matches_the_reference(name: str, steps: int) -> None:
     case, model, data = CASES[name], tiny().double(), batches(steps, CASES[name].mixed)
     expected = reference(model, case, data)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     state, stepped = ours(model, case, data)
-    # torch clips by limit / (norm + 1e-6).
-    assert_same(state, stepped, expected, atol=1e-9 if case.optimizer.clip is None else 1e-6)
+    # torch clips by max_norm / (norm + 1e-6).
+    assert_same(state, stepped, expected, atol=1e-9 if case.optimizer.max_grad_norm is None else 1e-6)
     assert state.progress.step == steps
-    # What is compared has moved, so that doing nothing would not pass.
+    # The weights have changed, so that doing nothing would fail.
     assert all(float((p.detach() - before[name]).abs().max()) > 1e-5 for name, p in model.named_parameters())
 
 
-def test_clipping_was_put_to_the_test() -> None:
-    """The limit lies below every gradient of its case, and changes where the weights end."""
+def test_the_clipping_cases_do_clip() -> None:
+    """The maximum norm is below every gradient of its case, and changes the final weights."""
     data = batches(4)
     clipped, free = (reference(tiny().double(), CASES[name], data) for name in ("clipped", "sgd"))
     assert min(clipped.norms) > 0.5
@@ -128,7 +129,7 @@ def test_clipping_was_put_to_the_test() -> None:
 
 @pytest.mark.parametrize("mixed", ["none", "both"])
 @pytest.mark.parametrize("gradient_accumulation", [2, 4])
-def test_a_batch_in_parts_is_the_whole(gradient_accumulation: int, mixed: str) -> None:
+def test_gradient_accumulation_equals_the_whole_batch(gradient_accumulation: int, mixed: str) -> None:
     case = CASES["adamw"]._replace(mixed=mixed, weights=(2.0, 0.5, 0.25, 3.0))
     data = batches(3, mixed)
     expected = reference(tiny().double(), case, data)
@@ -137,7 +138,7 @@ def test_a_batch_in_parts_is_the_whole(gradient_accumulation: int, mixed: str) -
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "clipped", "everything"])
 def test_single_precision_is_close(name: str) -> None:
-    """As a run computes. Adam divides by the root of a gradient's square, so a large eps keeps rounding small."""
+    """As in a run. Adam divides by the root of the squared gradient, so a large eps limits rounding errors."""
     case, data = CASES[name], batches(3, CASES[name].mixed)
     if case.optimizer.kind == "adamw":
         case = case._replace(optimizer=case.optimizer.replace(eps=1e-2))
@@ -145,10 +146,10 @@ def test_single_precision_is_close(name: str) -> None:
     assert_same(*ours(tiny(), case, data), expected, atol=1e-6)
 
 
-def test_pixels_are_normalised_before_the_model_sees_them() -> None:
+def test_the_model_gets_normalised_pixels() -> None:
     seen: list[Tensor] = []
 
-    class Looking(nn.Module):
+    class Recorder(nn.Module):
         def forward(self, pixels: Tensor) -> Tensor:
             seen.append(pixels)
             found: Tensor = model(pixels)
@@ -156,13 +157,13 @@ def test_pixels_are_normalised_before_the_model_sees_them() -> None:
 
     model, recipe, batch = tiny(), CASES["sgd"].recipe(), batches(1)[0]
     usual = Preprocess(size=(SIDE, SIDE), mean=(0.1, 0.5, 0.2), std=(0.5, 0.25, 0.4))
-    Stepper(recipe, usual, CPU, "float32", None, ALONE).step(begin(model, recipe), Looking(), batch, 0.01)
+    Stepper(recipe, usual, CPU, "float32", None, ALONE).step(begin(model, recipe), Recorder(), batch, 0.01)
     mean, std = (torch.tensor(numbers, dtype=torch.float64)[:, None, None] for numbers in (usual.mean, usual.std))
     torch.testing.assert_close(seen[0].double(), (batch.pixels.double() / 255 - mean) / std, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("mixed", ["none", "mixup"])
-def test_right_answers_are_counted(mixed: str) -> None:
+def test_correct_predictions_are_counted(mixed: str) -> None:
     case, batch = CASES["sgd"]._replace(mixed=mixed), batches(1, mixed)[0]
     model = tiny().double()
     with torch.no_grad():
@@ -177,10 +178,10 @@ def test_right_answers_are_counted(mixed: str) -> None:
     assert stepped.correct == sum(int(label) == 2 for label in larger)
 
 
-# ── what must not change ──
+# ── invariants ──
 
 
-def test_frozen_parameters_stay_and_are_not_remembered() -> None:
+def test_frozen_parameters_have_no_updates_and_no_state() -> None:
     model, data = tiny().double(), batches(3)
     frozen = set(freeze(model, ("*", "!blocks.1.*", "!head.*")))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -201,7 +202,7 @@ def test_a_frozen_batch_norm_keeps_its_statistics() -> None:
 
 
 def test_gradient_checkpointing_changes_no_step() -> None:
-    """Also with dropout and stochastic depth, whose draws are made again in the backward pass."""
+    """Also with dropout and stochastic depth, which are redrawn in the backward pass."""
     found = []
     for checkpointing in (False, True):
         model = tiny(mlp_dropout=0.3, embed_dropout=0.2, stochastic_depth=0.4).double()
@@ -213,7 +214,7 @@ def test_gradient_checkpointing_changes_no_step() -> None:
         assert torch.equal(parameter, other.model.get_parameter(name)), name
 
 
-def test_dropout_is_drawn_from_the_place_in_the_run() -> None:
+def test_dropout_depends_on_the_position_in_the_run() -> None:
     data = [batches(1)[0]] * 2
     losses = []
     for chance in (7, 8):
@@ -225,8 +226,8 @@ def test_dropout_is_drawn_from_the_place_in_the_run() -> None:
     assert losses[0] != still
 
 
-class Remembering(Double):
-    """Keeps what the model answered."""
+class RecordingDouble(Double):
+    """Records the model's outputs."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -238,16 +239,16 @@ class Remembering(Double):
         return found
 
 
-def test_dropout_differs_between_steps_parts_and_processes() -> None:
+def test_dropout_differs_between_steps_micro_batches_and_ranks() -> None:
     (batch,) = batches(1)
     same = batch._replace(pixels=batch.pixels[:4].repeat(2, 1, 1, 1), labels=batch.labels[:4].repeat(2))
     case = CASES["sgd"]._replace(gradient_accumulation=2)
     answers: list[Tensor] = []
     for rank in (0, 1, 0):
         model = tiny(mlp_dropout=0.5).double()
-        forward, state = Remembering(model), begin(model, case.recipe())
+        forward, state = RecordingDouble(model), begin(model, case.recipe())
         stepper = Stepper(case.recipe(), EXACT, CPU, "float32", None, Ranks(Processes(rank=rank), CPU))
-        for _ in range(2):  # with a rate of 0 the weights stay, so that only dropout can make a difference
+        for _ in range(2):  # with a learning rate of 0 only dropout can differ
             stepper.step(state, forward, same, 0.0)
         answers += forward.answers
     first, again = answers[:8], answers[8:]
@@ -258,14 +259,14 @@ def test_dropout_differs_between_steps_parts_and_processes() -> None:
 
 def break_model(model: ViT, kind: str) -> None:
     with torch.no_grad():
-        if kind == "gradient":  # the loss is finite, and only the gradient is not
+        if kind == "gradient":  # the loss is finite, only the gradient is not
             model.norm.weight.register_hook(lambda gradient: gradient * math.nan)
         else:
             model.head.bias[0] = math.nan if kind == "nan" else math.inf
 
 
 @pytest.mark.parametrize("kind", ["nan", "infinite", "gradient"])
-def test_numbers_that_are_not_finite_change_nothing(kind: str) -> None:
+def test_a_non_finite_step_changes_nothing(kind: str) -> None:
     case = CASES["everything"]
     model, data = tiny().double(), batches(3, "both")
     state, _ = ours(model, case, data[:2])
@@ -274,7 +275,7 @@ def test_numbers_that_are_not_finite_change_nothing(kind: str) -> None:
     average = {name: tensor.clone() for name, tensor in state.average.state().items()}
     memory = {id(p): {key: value.clone() for key, value in kept.items()} for p, kept in state.optimizer.state.items()}
     stepper = Stepper(case.recipe(), EXACT, CPU, "float32", None, ALONE)
-    with pytest.raises(Diverged, match=r"step 2: the loss is .*, the norm of the gradient (nan|inf)"):
+    with pytest.raises(Diverged, match=r"step 2: the loss is .*, the gradient norm (nan|inf)"):
         stepper.step(state, Double(model), data[2], 0.01)
     assert state.progress.step == 2
     for name, tensor in model.state_dict().items():
@@ -284,7 +285,7 @@ def test_numbers_that_are_not_finite_change_nothing(kind: str) -> None:
         assert all(torch.equal(value, memory[id(parameter)][key]) for key, value in kept.items())
 
 
-def test_in_fp16_a_gradient_that_overflows_is_left_out() -> None:
+def test_in_fp16_a_step_with_overflow_is_skipped() -> None:
     case = CASES["adamw"]
     model, data = tiny(), batches(3, "none")
     state = begin(model, case.recipe())
@@ -301,7 +302,7 @@ def test_in_fp16_a_gradient_that_overflows_is_left_out() -> None:
     assert not all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_in_fp16_a_gradient_that_no_scale_can_help_ends_the_run() -> None:
+def test_in_fp16_overflow_at_scale_1_raises() -> None:
     case, (batch,) = CASES["adamw"], batches(1)
     model = tiny()
     break_model(model, "gradient")
@@ -309,12 +310,12 @@ def test_in_fp16_a_gradient_that_no_scale_can_help_ends_the_run() -> None:
     state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     stepper = Stepper(case.recipe(), EXACT, CPU, "fp16", None, ALONE)
     stepper.step(state, model, batch, 0.01)
-    assert state.scaler.get_scale() == 1  # nothing is left to be scaled down
-    with pytest.raises(Diverged, match=r"step 1: the loss is .*, the norm of the gradient nan"):
+    assert state.scaler.get_scale() == 1  # cannot be reduced further
+    with pytest.raises(Diverged, match=r"step 1: the loss is .*, the gradient norm nan"):
         stepper.step(state, model, batch, 0.01)
 
 
-def test_gradients_are_clipped_as_they_are_without_their_scale() -> None:
+def test_gradients_are_clipped_after_unscaling() -> None:
     case, data = CASES["clipped"], batches(2)
     found = []
     for enabled in (False, True):
@@ -324,13 +325,13 @@ def test_gradients_are_clipped_as_they_are_without_their_scale() -> None:
         stepper = Stepper(case.recipe(), EXACT, CPU, "float32", None, ALONE)
         found.append((model, [stepper.step(state, model, batch, 0.01) for batch in data]))
     (plain, expected), (scaled, stepped) = found
-    assert min(step.gradient_norm for step in expected) > 0.5  # the limit, so that something is clipped
+    assert min(step.gradient_norm for step in expected) > 0.5  # the maximum norm, so that something is clipped
     assert [step.gradient_norm for step in stepped] == pytest.approx([step.gradient_norm for step in expected])
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(scaled.get_parameter(name), parameter, rtol=0, atol=1e-6)
 
 
-def test_the_scale_of_fp16_is_kept_with_the_state(tmp_path: Path) -> None:
+def test_the_fp16_loss_scale_is_saved_with_the_state(tmp_path: Path) -> None:
     case, (batch,) = CASES["adamw"], batches(1)
     model, setting = tiny(), Setting(1, 1, "fp16")
     state = begin(model, case.recipe())

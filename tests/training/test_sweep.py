@@ -1,4 +1,4 @@
-"""A sweep: every candidate is an ordinary run, the validation split chooses, and the test split is seen once."""
+"""Sweeps: every candidate is an ordinary run, selection uses the validation split, and the test split is used once."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from vitrail.training.sweep import Sweep, sweep
 from vitrail.training.train import train
 
 MODEL = ["model.width=16", "model.depth=1", "model.heads=1", "model.patch_size=4"]
-SGD = ["optimizer.kind=sgd", "optimizer.clip=none", "schedule.kind=constant"]
+SGD = ["optimizer.kind=sgd", "optimizer.max_grad_norm=none", "schedule.kind=constant"]
 TINY = ["epochs=0.25", "batch=32", "evaluations=2", *MODEL, *SGD]
 RATES: dict[str, list[Any]] = {"optimizer.lr": [0.01, 0.1, 1000.0]}
 
@@ -37,7 +37,7 @@ def tried(folder: Path, over: dict[str, list[Any]], *more: str, data: str | Path
 
 
 def typed(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    """Run the command as `vitrail train digits …` would, in this process."""
+    """Run `vitrail train digits …` in this process."""
     changes = [word for change in TINY for word in ("--set", change)]
     command = ["vitrail", "train", "digits", "--device", "cpu", "--workers", "0", *changes, *words]
     monkeypatch.setattr(sys, "argv", command)
@@ -45,7 +45,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 
 def record(folder: Path) -> dict[str, Any]:
-    """Return what a sweep wrote down, without the time it took."""
+    """Return sweep.json without times."""
     content: dict[str, Any] = json.loads((folder / "sweep.json").read_text())
     for row in content["candidates"]:
         assert row.pop("seconds") > 0
@@ -53,7 +53,7 @@ def record(folder: Path) -> dict[str, Any]:
 
 
 def moments(folder: Path) -> dict[Path, int]:
-    """Return when each file that training writes was written."""
+    """Return the modification time of each file that training writes."""
     return {path: path.stat().st_mtime_ns for path in folder.glob("*/state/*/*")}
 
 
@@ -62,7 +62,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
     return tried(tmp_path_factory.mktemp("runs") / "straight", RATES)
 
 
-def test_the_val_part_chooses(straight: Sweep) -> None:
+def test_selection_uses_the_validation_split(straight: Sweep) -> None:
     slow, good, wild = straight.candidates
     assert [candidate.folder.name for candidate in straight.candidates] == ["lr=0.01", "lr=0.1", "lr=1000"]
     assert wild.outcome.val_top1 is None
@@ -77,19 +77,19 @@ def test_the_val_part_chooses(straight: Sweep) -> None:
     assert record(straight.folder)["best"] == "lr=0.1"
 
 
-def test_only_the_chosen_run_has_a_summary(straight: Sweep) -> None:
+def test_only_the_selected_run_has_a_result(straight: Sweep) -> None:
     assert [c.folder.name for c in straight.candidates if (c.folder / "result.json").exists()] == ["lr=0.1"]
     assert json.loads((straight.best.folder / "result.json").read_text())["images"] == 359
     assert "selected on these images" not in straight.best.summary
 
 
-def test_equal_accuracy_is_decided_by_the_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """So little is learnt with these rates that every answer is the same."""
+def test_ties_are_broken_by_the_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """These learning rates are so low that all predictions are the same."""
     rates, changes = {"optimizer.lr": [1e-12, 1e-5]}, [*TINY, "epochs=0.1"]
     done = sweep("digits", over=rates, changes=changes, folder=tmp_path / "sweep", device="cpu", workers=0)
     said = " ".join(capsys.readouterr().err.split())
     assert (
-        "has the best accuracy on the validation split (the same as 1 other, and the lowest loss of these); its run"
+        "has the best accuracy on the validation split (tied with 1 other, and has the lowest loss of them); it is"
         in said
     )
     first, second = (candidate.outcome for candidate in done.candidates)
@@ -107,7 +107,7 @@ def test_finished_candidates_are_not_repeated(straight: Sweep) -> None:
 
 
 @pytest.mark.slow
-def test_killed_and_started_again(straight: Sweep, tmp_path: Path) -> None:
+def test_killed_and_resumed(straight: Sweep, tmp_path: Path) -> None:
     folder, second = tmp_path / "sweep", tmp_path / "sweep" / "lr=0.1"
     changes = ["--device", "cpu", "--workers", "0", *(word for change in TINY for word in ("--set", change))]
     process = subprocess.Popen(
@@ -138,7 +138,7 @@ def test_a_sweep_takes_more_values_later(straight: Sweep) -> None:
     assert before.items() <= moments(straight.folder).items()
 
 
-def test_seeds_say_how_far_they_are_apart(tmp_path: Path) -> None:
+def test_the_spread_over_seeds(tmp_path: Path) -> None:
     done = tried(tmp_path / "sweep", {"seed": [0, 1], "optimizer.lr": [0.1, 0.2]})
     assert [candidate.values for candidate in done.candidates] == [
         {"seed": seed, "optimizer.lr": rate} for seed in (0, 1) for rate in (0.1, 0.2)
@@ -151,7 +151,7 @@ def test_seeds_say_how_far_they_are_apart(tmp_path: Path) -> None:
 
 
 def test_every_candidate_starts_from_the_same_model(tmp_path: Path) -> None:
-    """Training changes the model it is given, and a new head is drawn by the seed, not by what ran before."""
+    """Training changes its model, and a new head depends on the seed, not on earlier runs."""
     config = ViTConfig(image_size=(8, 8), patch_size=(4, 4), width=16, depth=1, heads=1, channels=1, classes=3)
     torch.manual_seed(5)
     preprocess = Preprocess(size=(8, 8), channels=1, mean=(0.5,), std=(0.5,))
@@ -168,8 +168,8 @@ def test_every_candidate_starts_from_the_same_model(tmp_path: Path) -> None:
         assert (tmp_path / "sweep" / "lr=0.05" / name).read_text() == (tmp_path / "alone" / name).read_text()
 
 
-def test_the_test_part_is_not_read_by_what_is_not_chosen(tmp_path: Path) -> None:
-    """Its images cannot be read at all, and only the result minds."""
+def test_candidates_do_not_read_the_test_split(tmp_path: Path) -> None:
+    """Its images are unreadable, which only the final evaluation notices."""
     rng = np.random.default_rng(0)
     for split in ("train", "val", "test"):
         for label in ("cat", "dog"):
@@ -193,8 +193,8 @@ def test_the_table(straight: Sweep, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert (rows[1][-1], rows[2][1:4], rows[2][-1]) == ("best", ["–"] * 3, "diverged")
     assert "held-out images" in shown.out
     assert str(straight.best.folder / "best") in shown.out
-    assert "3 runs, each of them in full, 10 steps" in shown.err
-    assert "1 more would be the same as one of these, and is left out" in shown.err
+    assert "3 runs, each trained in full for 10 steps" in shown.err
+    assert "1 duplicate is dropped" in shown.err
     assert "2 of 3: optimizer.lr=0.1 was finished before" in shown.err
 
 
@@ -217,7 +217,7 @@ def test_the_folder_is_found_by_the_sweep(tmp_path: Path, monkeypatch: pytest.Mo
         ("optimizer.lr=.003,.01, 1e-3,+.5,3", [0.003, 0.01, 0.001, 0.5, 3]),
         ("augmentation.crop_area=[0.2,1.0],[0.5,1.0]", [[0.2, 1.0], [0.5, 1.0]]),
         ("optimizer.kind=sgd,adamw", ["sgd", "adamw"]),
-        ("optimizer.clip=none,1.0", [None, 1.0]),
+        ("optimizer.max_grad_norm=none,1.0", [None, 1.0]),
         ("compile=true,false", [True, False]),
         ("freeze=[],['a,b']", [[], ["a,b"]]),
         ("x='1,2',2020-01-01,{a=1,b=[2,3]}", ["1,2", "2020-01-01", {"a": 1, "b": [2, 3]}]),
@@ -228,7 +228,7 @@ def test_values_are_read(text: str, values: list[Any]) -> None:
     assert read_sweep([text]) == {text.partition("=")[0]: values}
 
 
-def test_a_change_may_leave_the_nought_out() -> None:
+def test_a_leading_zero_may_be_omitted() -> None:
     assert read_recipe("scratch-small", ["optimizer.lr=.003"]).optimizer.lr == 0.003
     assert read_value("-.5") == -0.5
 
@@ -239,31 +239,31 @@ def test_settings_are_judged_together() -> None:
         assert read_recipe("scratch-small", ["optimizer.momentum=0.8"], values).optimizer.kind == "sgd"
 
 
-# ── what cannot be ──
+# ── errors ──
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["optimizer.lr"], "'optimizer.lr' names no values to try; write optimizer.lr=0.003,0.01,0.03"),
-        (["optimizer.lr=.1,,.2"], "names no values to try"),
-        (["optimizer.lr="], "names no values to try"),
-        (["=1,2"], "names no values to try"),
-        (["augmentation.crop_area=[0.2,1.0"], "has no other half"),
+        (["optimizer.lr"], "'optimizer.lr' has no values to try; write optimizer.lr=0.003,0.01,0.03"),
+        (["optimizer.lr=.1,,.2"], "has no values to try"),
+        (["optimizer.lr="], "has no values to try"),
+        (["=1,2"], "has no values to try"),
+        (["augmentation.crop_area=[0.2,1.0"], "unbalanced bracket or quote"),
         (["optimizer.lrr=.1,.2"], "has no option 'optimizer.lrr'; did you mean 'lr'?"),
         (["model.widht=16,32"], "widht"),
         (["optimizer.lr=.1,fast"], "optimizer.lr is 'fast'"),
         (["optimizer.lr=.1,nan"], "optimizer.lr"),
-        (["gradient_accumulation=1,3"], "a batch of 32 is no multiple of data.repeats 1 × gradient_accumulation 3"),
-        (["freeze=[],['blokcs.*']"], "no parameter is called 'blokcs.*'"),
+        (["gradient_accumulation=1,3"], "a batch of 32 is not a multiple of data.repeats 1 × gradient_accumulation 3"),
+        (["freeze=[],['blokcs.*']"], "no parameter matches 'blokcs.*'"),
         (["epochs=1,2"], "epochs is swept, but epochs=0.25 sets it; leave one of them out"),
         (["model=1,2"], "model is swept, but model.width=16 sets it"),
         (["seed=1", "seed=2"], "seed is swept twice"),
         (["augmentation.flip=0.0,0.5", "augmentation=none"], "contradict each other"),
-        (["data.val=.1,.2"], "would measure its runs on different images; use --set data.val="),
+        (["data.val=.1,.2"], "would evaluate its runs on different images; use --set data.val="),
     ],
 )
-def test_a_sweep_that_cannot_be(
+def test_invalid_sweeps(
     words: list[str],
     message: str,
     tmp_path: Path,
@@ -280,15 +280,15 @@ def test_a_sweep_that_cannot_be(
 
 
 @pytest.mark.parametrize("values", [[], "sgd", [object()], 3])
-def test_values_that_are_no_list(values: Any) -> None:
-    with pytest.raises(ConfigError, match=r"optimizer\.kind is to be tried with"):
+def test_values_that_are_not_a_list(values: Any) -> None:
+    with pytest.raises(ConfigError, match=r"the values of optimizer\.kind are"):
         combine({"optimizer.kind": values}, [])
-    with pytest.raises(ConfigError, match="a sweep needs something to try"):
+    with pytest.raises(ConfigError, match="a sweep needs values to try"):
         combine({}, [])
 
 
-def test_without_a_val_split(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the data has no validation split"):
+def test_without_a_validation_split(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a sweep selects on the validation split"):
         tried(tmp_path / "sweep", RATES, "data.val=0.0")
 
 

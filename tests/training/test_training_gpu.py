@@ -1,4 +1,4 @@
-"""Training on a CUDA device, where a step's numbers are read late. Run by hand with `make test-gpu`; CI has no GPU."""
+"""Training on CUDA, with asynchronous metrics. Run by hand with `make test-gpu`; CI has no GPU."""
 
 import math
 from pathlib import Path
@@ -13,7 +13,7 @@ from vitrail.errors import Diverged
 from vitrail.runtime import Processes
 from vitrail.training.averaging import Averaging
 from vitrail.training.distributed import Ranks
-from vitrail.training.forward import forget_compiled, forward_of
+from vitrail.training.forward import forward_of, reset_compiled
 from vitrail.training.optimizers import Optimizer
 from vitrail.training.recipe import Recipe
 from vitrail.training.run_folder import MetricsFile
@@ -32,30 +32,32 @@ SMALL = (
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "clipped adamw", "ema", "mixup and cutmix, smoothed"])
-def test_steps_are_those_of_a_processor(name: str) -> None:
+def test_steps_match_the_cpu(name: str) -> None:
     case, found = CASES[name], {}
     for device in (torch.device("cpu"), CUDA):
         model = tiny().to(device)
         state = begin(model, case.recipe())
         stepper = Stepper(case.recipe(), EXACT, device, "float32", None, Ranks(Processes(), device))
-        taken = [stepper.take(state, model, batch, 0.01) for batch in batches(4, case.mixed)]
+        pending = [stepper.launch(state, model, batch, 0.01) for batch in batches(4, case.mixed)]
         found[device.type] = (
-            torch.tensor([step.read().loss for step in taken]),
+            torch.tensor([step.read().loss for step in pending]),
             {key: value.cpu() for key, value in model.state_dict().items()},
         )
     assert torch.allclose(found["cuda"][0], found["cpu"][0], rtol=1e-4)
     for key, value in found["cpu"][1].items():
         other = found["cuda"][1][key]
         if key.endswith("qkv.bias"):
-            # Whatever a bias of keys is, attention is the same: its gradient is rounding, which Adam makes steps of.
+            # Attention does not depend on the key bias: its gradient is rounding noise, which Adam amplifies.
             value, other = (torch.cat([bias.chunk(3)[0], bias.chunk(3)[2]]) for bias in (value, other))
         assert torch.allclose(other, value, rtol=1e-2, atol=1e-3), key
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_replayed_steps_are_those_that_are_not(kind: str) -> None:
-    """With stochastic depth, an average of the weights, and a measurement between two steps."""
-    recipe = Recipe(compile=True, optimizer=Optimizer(kind=kind, lr=0.01, clip=1.0), averaging=Averaging(kind="ema"))
+def test_cuda_graph_steps_match_plain_steps(kind: str) -> None:
+    """With stochastic depth, weight averaging, and a validation between two steps."""
+    recipe = Recipe(
+        compile=True, optimizer=Optimizer(kind=kind, lr=0.01, max_grad_norm=1.0), averaging=Averaging(kind="ema")
+    )
     ranks, found = Ranks(Processes(), CUDA), []
     for replayed in (True, False):
         model = tiny(width=32, stochastic_depth=0.5).to(CUDA)
@@ -69,13 +71,13 @@ def test_replayed_steps_are_those_that_are_not(kind: str) -> None:
                     model.eval()(torch.randn(3, 3, 8, 8, device=CUDA))
                 model.train()
         found.append((torch.tensor(losses), {key: value.cpu() for key, value in model.state_dict().items()}))
-        forget_compiled(CUDA)
+        reset_compiled(CUDA)
     assert torch.allclose(found[0][0], found[1][0], rtol=1e-3)
     for key, value in found[1][1].items():
         assert torch.allclose(found[0][1][key], value, rtol=1e-2, atol=1e-3), key
 
 
-def test_what_is_drawn_in_a_replayed_step_follows_from_its_number() -> None:
+def test_random_draws_in_a_cuda_graph_depend_on_the_step() -> None:
     recipe = Recipe(compile=True, optimizer=Optimizer(kind="adamw", lr=0.01))
     ranks, model, (batch, *_) = Ranks(Processes(), CUDA), tiny(width=32, stochastic_depth=0.5).to(CUDA), batches(1)
     forward = forward_of(model, recipe, "bf16", ranks)
@@ -83,15 +85,15 @@ def test_what_is_drawn_in_a_replayed_step_follows_from_its_number() -> None:
 
     def loss_of(step: int) -> float:
         state.progress.step = step
-        return stepper.step(state, forward, batch.to(CUDA), 0.0).loss  # at a rate of 0, so that nothing changes
+        return stepper.step(state, forward, batch.to(CUDA), 0.0).loss  # learning rate 0, so that nothing changes
 
     first = [loss_of(step) for step in range(6)]
     assert len(set(first)) > 3
     assert [loss_of(step) for step in range(6)] == pytest.approx(first, rel=1e-6)
-    forget_compiled(CUDA)
+    reset_compiled(CUDA)
 
 
-def test_a_run_gives_its_memory_back(tmp_path: Path) -> None:
+def test_a_run_frees_its_memory(tmp_path: Path) -> None:
     held = []
     for number in range(2):
         changes = [*SMALL, "compile=true", "batch=auto"]
@@ -103,26 +105,26 @@ def test_a_run_gives_its_memory_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_a_step_that_diverges_changes_no_weight_and_is_told_when_it_is_read(kind: str) -> None:
-    recipe = Recipe(optimizer=Optimizer(kind=kind, lr=0.01, clip=0.5))
+def test_a_step_that_diverges_changes_no_weights_and_raises_when_read(kind: str) -> None:
+    recipe = Recipe(optimizer=Optimizer(kind=kind, lr=0.01, max_grad_norm=0.5))
     model, (first, second, third) = tiny().to(CUDA), batches(3)
     state = begin(model, recipe)
     stepper = Stepper(recipe, EXACT, CUDA, "float32", None, Ranks(Processes(), CUDA))
     stepper.step(state, model, first, 0.01)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     hook = model.norm.weight.register_hook(lambda gradient: gradient * math.nan)
-    taken = stepper.take(state, model, second, 0.01)
+    pending = stepper.launch(state, model, second, 0.01)
     hook.remove()
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    with pytest.raises(Diverged, match=r"step 1: the loss is .*, the norm of the gradient nan"):
-        taken.read()
+    with pytest.raises(Diverged, match=r"step 1: the loss is .*, the gradient norm nan"):
+        pending.read()
     assert math.isfinite(stepper.step(state, model, third, 0.01).loss)
 
 
 @pytest.mark.parametrize("compiled", ["false", "true"])
 @pytest.mark.parametrize("on_device", ["false", "true"])
 def test_a_run(compiled: str, on_device: str, tmp_path: Path) -> None:
-    """Every step is in the journal once and in order, and the loss falls."""
+    """Every step is in the metrics file once and in order, and the loss falls."""
     kind = "muon" if compiled == on_device else "adamw"
     changes = [*SMALL, f"compile={compiled}", f"data.on_device={on_device}", f"optimizer.kind={kind}"]
     train("digits", changes=changes, folder=tmp_path / "run", device="cuda", workers=2, quiet=True)

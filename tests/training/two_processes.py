@@ -1,4 +1,4 @@
-"""What torchrun starts twice: each of the two processes checks what it is told by the other.
+"""Started twice by torchrun: each rank checks what it receives from the other.
 
 python -m torch.distributed.run --nproc-per-node 2 two_processes.py FOLDER, where FOLDER/data has splits and bad images
 """
@@ -46,10 +46,10 @@ def messages(ranks: Ranks) -> None:
     check(received["a"].tolist() == [0, 1, 2] and float(received["b"]) == 2.5, "the main process's tensors")
     rank = ranks.processes.rank
     numbers = torch.tensor([1.5 + rank, rank])
-    ranks.add_up(numbers)
+    ranks.all_reduce_sum(numbers)
     check(numbers.tolist() == [4.0, 1.0], "sums")
-    check(ranks.largest(3 + rank, 3 - rank, rank == 1) == [4, 3, 1], "the largest")
-    check(ranks.gathered(rank) == [0, 1] and ranks.from_main(rank) == 0, "what the others have")
+    check(ranks.all_reduce_max(3 + rank, 3 - rank, rank == 1) == [4, 3, 1], "the largest")
+    check(ranks.all_gather(rank) == [0, 1] and ranks.from_main(rank) == 0, "what the others have")
     try:
         with ranks.together():
             if rank == 1:
@@ -72,20 +72,20 @@ def begin(stem: str) -> tuple[ViT, State, Recipe]:
 
 
 def a_step(ranks: Ranks) -> None:
-    """A step of two processes is the step of one with both their images."""
+    """A step of two ranks equals the step of one rank with all images."""
     (batch,), alone = batches(1), Ranks(Processes(), CPU)
     model, state, recipe = begin("conv")
     with torch.no_grad():
         answers = model(EXACT.normalise(batch.pixels)).argmax(dim=1)
-    wrong = torch.tensor([0, 0, 0, 1, 1, 0, 1, 1])  # three of the main process's images are answered rightly, and one
+    wrong = torch.tensor([0, 0, 0, 1, 1, 0, 1, 1])  # rank 0 has three correct predictions, rank 1 has one
     batch = batch._replace(labels=(answers + wrong) % model.config.classes)
     expected = Stepper(recipe, EXACT, CPU, "float32", None, alone).step(state, model, batch, 0.01)
     shared, state, _ = begin("conv")
     share = half_of(batch, ranks.processes.rank)
-    taken = Stepper(recipe, EXACT, CPU, "float32", None, ranks).take(state, ranks.wrapped(shared), share, 0.01)
-    stepped = taken.read()
-    if ranks.is_main:  # as where one process saves: it may look again, and no other has to join
-        check(taken.read() == stepped, "numbers that are read twice")
+    pending = Stepper(recipe, EXACT, CPU, "float32", None, ranks).launch(state, ranks.wrap(shared), share, 0.01)
+    stepped = pending.read()
+    if ranks.is_main:  # reading again must not communicate
+        check(pending.read() == stepped, "numbers that are read twice")
     check(stepped.correct == expected.correct == 4, f"{stepped.correct} right answers and not {expected.correct}")
     check(abs(stepped.loss - expected.loss) < 1e-5, "the loss of both")
     check(abs(stepped.gradient_norm - expected.gradient_norm) < 1e-4, "the gradient of both")
@@ -93,15 +93,15 @@ def a_step(ranks: Ranks) -> None:
 
 
 def statistics(ranks: Ranks) -> None:
-    """What a process measures of its own images becomes the mean of both, at the end of every step."""
+    """BatchNorm statistics become the mean of both ranks at the end of every step."""
     (batch,) = batches(1)
     share = half_of(batch, ranks.processes.rank)
     own, state, recipe = begin("conv_stem")
     Stepper(recipe, EXACT, CPU, "float32", None, Ranks(Processes(), CPU)).step(state, own, share, 0.01)
     shared, state, _ = begin("conv_stem")
-    Stepper(recipe, EXACT, CPU, "float32", None, ranks).step(state, ranks.wrapped(shared), share, 0.01)
+    Stepper(recipe, EXACT, CPU, "float32", None, ranks).step(state, ranks.wrap(shared), share, 0.01)
     name = next(name for name, _ in own.named_buffers() if name.endswith("running_mean"))
-    before, after = (ranks.gathered(model.get_buffer(name).clone()) for model in (own, shared))
+    before, after = (ranks.all_gather(model.get_buffer(name).clone()) for model in (own, shared))
     check(not torch.equal(before[0], before[1]), "images that differ")
     check(torch.equal(after[0], after[1]), "the same statistics everywhere")
     check(torch.allclose(after[0], (before[0] + before[1]) / 2, atol=1e-6), "their mean")
@@ -113,7 +113,7 @@ def bad_files(folder: Path, step: int) -> set[str]:
 
 
 def met(data: Path, steps: int) -> set[str]:
-    """Return the bad images that were to be seen in so many steps."""
+    """Return the unreadable images that these steps contain."""
     source = open_data(data).train
     stream = Stream(len(source), 8, seed=0)
     seen = (int(index) for step in range(steps) for index in stream.images_at(stream.positions(step, WHOLE_BATCH)))
@@ -121,21 +121,21 @@ def met(data: Path, steps: int) -> set[str]:
 
 
 def runs(folder: Path, rank: int) -> None:
-    """Images that one process could not read are known to both, also where one alone is asked to stop."""
+    """Unreadable images of one rank are known to both, even if only one rank gets the signal."""
 
     def go(name: str, steps: int) -> None:
         changes = [*SMALL, f"steps={steps}"]
         train(folder / "data", changes=changes, folder=folder / name, device="cpu", workers=0, quiet=True)
 
     go("whole", 10)
-    if rank == 0:  # who writes the state; the other may be here before it is written
+    if rank == 0:  # rank 0 writes the state; the other may get here first
         check(bad_files(folder / "whole", 10) == met(folder / "data", 10), "all bad files at the end")
 
     def saved() -> int:
         return max((int(place.name) for place in (folder / "stopped" / "state").glob("[0-9]*")), default=0)
 
     def ask_to_stop() -> None:
-        while saved() < 3:  # not that of step 3 itself, which is gone two steps later
+        while saved() < 3:  # not step 3 itself, whose state is deleted two steps later
             time.sleep(0.005)
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -141,7 +141,7 @@ def _sweep(
 def _print_sweep(done: "Sweep", keys: list[str]) -> None:
     from vitrail.evaluation import percent
     from vitrail.training.criterion import COLUMNS, TITLES
-    from vitrail.training.grid import shown
+    from vitrail.training.grid import format_value
 
     by = done.criterion if done.criterion in ("balanced_accuracy", "macro_f1") else None
     numbers = ("val accuracy", *((f"val {TITLES[by]}",) if by else ()), "val loss", "best step", "minutes")
@@ -153,11 +153,11 @@ def _print_sweep(done: "Sweep", keys: list[str]) -> None:
             reached = [f"{percent(getattr(outcome, COLUMNS[by]))}%"] if by else []
             scores = [f"{percent(outcome.val_top1)}%", *reached, f"{outcome.val_loss:.4f}", f"{outcome.best_step:,}"]
         result = "diverged" if outcome.diverged else "best" if candidate is done.chosen else ""
-        values = [shown(candidate.values[key]) for key in keys]
+        values = [format_value(candidate.values[key]) for key in keys]
         rows.append((*values, *scores, f"{outcome.seconds / 60:.1f}", result))
     print_table((*keys, *numbers, "result"), rows, numbers=(*keys, *numbers))
     for spread in done.seeds:
-        which = "".join(f"{key}={shown(value)}, " for key, value in spread.values.items())
+        which = "".join(f"{key}={format_value(value)}, " for key, value in spread.values.items())
         echo(
             f"{which}{spread.runs} seeds: mean validation accuracy {percent(spread.mean)}%, range "
             f"{percent(spread.low)}–{percent(spread.high)}"

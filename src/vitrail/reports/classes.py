@@ -1,4 +1,4 @@
-"""Where a model is right and wrong, class by class; and whether it is as sure as it may be."""
+"""Per-class metrics, the confusion matrix and calibration."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,32 +7,33 @@ from vitrail.charts.bars import FEW, Bar, Bin, bar_chart, reliability_diagram
 from vitrail.charts.heat import NAMED, WRITTEN, heat_map
 from vitrail.metrics.classification import most_confused
 from vitrail.metrics.intervals import wilson_interval
-from vitrail.reports.formatting import many, share, span
+from vitrail.reports.formatting import as_percent, plural, span
 from vitrail.reports.page import WIDTH, Cell, Column, Section, absent, chart, name, paragraph, table
 from vitrail.reports.run_record import Record, RunResult
 
 EXTREMES = 8
-"""How many of the classes with the lowest and the highest recall are shown."""
+"""Number of classes with the lowest and the highest recall to show."""
 PAIRS = 12
-"""How many of the most frequent confusions are listed."""
-COUNTED = Column("No.", number=True, hint="the number of the class in the matrix")
+"""Number of most frequent confusions to list."""
+NUMBER = Column("No.", number=True, hint="class number in the confusion matrix")
 SMALL = 12
-"""Up to so many classes a matrix needs no more than half the page."""
+"""Up to this many classes, the matrix fits in half the page width."""
 
 
 def classes(run: Record) -> Section:
-    """Return the classes with the lowest and the highest recall, and the table of all."""
-    title = "Class by class"
+    """Return the per-class section: lowest and highest recall, and a table of all classes."""
+    title = "Per-class metrics"
     if run.result is None:
         return Section("classes", "Classes", title, absent(run.why_no_result))
     result = run.result
     shown = result.weakest_first
-    few = paragraph(
-        "Recall is the share of a class's images that are recognised; precision, the share of the answers naming it "
-        "that are right. Intervals are of 95%: a class with few images may be far from its number."
+    intro = paragraph(
+        "Recall is the fraction of a class's images that are predicted correctly; precision, the fraction of its "
+        "predictions that are correct. Intervals are 95% confidence intervals: they are wide for classes with few "
+        "images."
     )
     bars = _extremes(result) if len(shown) > 3 else ""
-    return Section("classes", "Classes", title, few + bars + _table(result))
+    return Section("classes", "Classes", title, intro + bars + _table(result))
 
 
 def _extremes(result: RunResult) -> str:
@@ -45,7 +46,7 @@ def _extremes(result: RunResult) -> str:
     drawn = [
         bar_chart(
             [
-                Bar(row.name, row.recall or 0, f"{row.name}: {share(row.recall)} of {many(row.images, 'image')}")
+                Bar(row.name, row.recall or 0, f"{row.name}: {as_percent(row.recall)} of {plural(row.images, 'image')}")
                 for row in rows
             ],
             title=title, unit="percent", colour=colour, high=1.0, width=WIDTH, standalone=False,
@@ -56,16 +57,16 @@ def _extremes(result: RunResult) -> str:
 
 
 def _table(result: RunResult) -> str:
-    counted = len(result.classes) > NAMED  # then the matrix names classes by their numbers
+    numbered = len(result.classes) > NAMED  # then the matrix labels classes by number
     columns = [
         Column("Class"),
-        *([COUNTED] if counted else []),
+        *([NUMBER] if numbered else []),
         Column("Images", number=True),
         Column("Recall", number=True),
-        Column("95% interval", number=True, hint="of the recall, by Wilson"),
+        Column("95% interval", number=True, hint="Wilson interval of the recall"),
         Column("Precision", number=True),
         Column("F1", number=True),
-        Column("Most often taken for"),
+        Column("Most often confused with"),
     ]
     matrix, rows = np.array(result.confusion, np.int64), []
     for place, row in enumerate(result.per_class):
@@ -73,20 +74,20 @@ def _table(result: RunResult) -> str:
         rows.append(
             [
                 Cell(name(row.name)),
-                *([Cell(f"{place + 1}")] if counted else []),
+                *([Cell(f"{place + 1}")] if numbered else []),
                 Cell(f"{row.images:,}", row.images),
-                _share_cell(row.recall),
+                _percent_cell(row.recall),
                 Cell("–", "") if interval is None else Cell(span(interval), interval[0]),
-                _share_cell(row.precision),
-                _share_cell(row.f1),
-                Cell(_taken_for(result, matrix, place)),
+                _percent_cell(row.precision),
+                _percent_cell(row.f1),
+                Cell(_most_confused_with(result, matrix, place)),
             ]
         )
-    return table(columns, rows, caption="Every class")
+    return table(columns, rows, caption="All classes")
 
 
-def _share_cell(value: float | None) -> Cell:
-    return Cell(share(value), "" if value is None else value)
+def _percent_cell(value: float | None) -> Cell:
+    return Cell(as_percent(value), "" if value is None else value)
 
 
 def _recall_interval(matrix: NDArray[np.int64], place: int) -> tuple[float, float] | None:
@@ -94,7 +95,7 @@ def _recall_interval(matrix: NDArray[np.int64], place: int) -> tuple[float, floa
     return wilson_interval(int(matrix[place, place]), count) if count else None
 
 
-def _taken_for(result: RunResult, matrix: NDArray[np.int64], place: int) -> str:
+def _most_confused_with(result: RunResult, matrix: NDArray[np.int64], place: int) -> str:
     others = matrix[place].copy()
     others[place] = 0
     if not others.any():
@@ -104,8 +105,8 @@ def _taken_for(result: RunResult, matrix: NDArray[np.int64], place: int) -> str:
 
 
 def confusion(run: Record) -> Section:
-    """Return the confusion matrix, and the most frequent confusions as a list."""
-    title = "What is taken for what"
+    """Return the confusion matrix and the most frequent confusions."""
+    title = "Confusion matrix"
     if run.result is None:
         return Section("confusion", "Confusions", title, absent(run.why_no_result))
     result = run.result
@@ -114,15 +115,15 @@ def confusion(run: Record) -> Section:
     count = len(result.classes)
     drawn = heat_map(
         shares.tolist(), rows=result.classes, columns=result.classes, counts=matrix.tolist(),
-        title="Confusion matrix", x_label="taken for", y_label="class", standalone=False,
+        title="Confusion matrix", x_label="predicted class", y_label="true class", standalone=False,
         width=WIDTH + 40 if count <= SMALL else 1050,
     )  # fmt: skip
     caption = (
-        "A row for each class, a column for each prediction; blue is right, orange is wrong. A colour is as strong as "
-        "its share of the row, on one scale for both. "
+        "Rows are true classes, columns are predictions; blue is correct, orange is wrong. Colours show the fraction "
+        "of the row, on the same scale for both. "
     )
-    caption += "The numbers count images." if count <= WRITTEN else "Point at a mistake for its numbers."
-    caption += "" if count <= NAMED else " Classes go by their numbers in the table above."
+    caption += "Numbers are image counts." if count <= WRITTEN else "Hover over a mistake for its counts."
+    caption += "" if count <= NAMED else " Classes are labelled by their numbers in the table above."
     pairs = _pairs(result, matrix)
     if count <= SMALL:
         return Section(
@@ -134,49 +135,48 @@ def confusion(run: Record) -> Section:
 def _pairs(result: RunResult, matrix: NDArray[np.int64]) -> str:
     found = most_confused(matrix, PAIRS)
     if not found:
-        return paragraph("No image was taken for another class.")
+        return paragraph("There are no confusions: every prediction is correct.")
     rows = [
         [
             Cell(name(result.classes[one.true])),
             Cell(name(result.classes[one.predicted])),
             Cell(f"{one.images:,}", one.images),
-            _share_cell(one.images / int(matrix[one.true].sum())),
+            _percent_cell(one.images / int(matrix[one.true].sum())),
         ]
         for one in found
     ]
     columns = [
-        Column("Class"),
-        Column("Taken for"),
+        Column("True class"),
+        Column("Predicted"),
         Column("Images", number=True),
-        Column("Of the class", number=True),
+        Column("% of the class", number=True),
     ]
-    return table(columns, rows, caption="The most frequent confusions")
+    return table(columns, rows, caption="Most frequent confusions")
 
 
 def calibration(run: Record) -> Section:
-    """Return the reliability diagram with what it comes to."""
-    title = "Can its certainty be trusted?"
+    """Return the reliability diagram with a summary."""
+    title = "Calibration"
     if run.result is None:
-        return Section("calibration", "Certainty", title, absent(run.why_no_result))
+        return Section("calibration", "Calibration", title, absent(run.why_no_result))
     result = run.result
     bins = [Bin(row.low, row.high, row.images, row.confidence, row.accuracy) for row in result.reliability]
     drawn = reliability_diagram(bins, width=WIDTH, height=WIDTH - 100, standalone=False)
-    sure = sum(row.images * (row.confidence or 0) for row in result.reliability) / result.images
-    gap = sure - result.top1
+    confidence = sum(row.images * (row.confidence or 0) for row in result.reliability) / result.images
+    gap = confidence - result.top1
     low, high = result.top1_interval
-    if abs(gap) < 0.01 or low <= sure <= high:
-        tends = "On the whole it is as sure as it may be, as far as so many images can tell."
+    if abs(gap) < 0.01 or low <= confidence <= high:
+        tends = "Overall the model is well calibrated, as far as this plural images can tell."
     elif gap > 0:
-        tends = "On the whole it is surer than it should be: it says so more often than it is right."
+        tends = "Overall the model is overconfident: its confidence is higher than its accuracy."
     else:
-        tends = "On the whole it is less sure than it could be: it is right more often than it says."
-    said = [
-        f"Its answers are {share(sure)} sure on average, and {share(result.top1)} of them are right. {tends}",
-        f"Over bins of like certainty, the two differ by {share(result.ece)} on average (expected calibration error, "
-        f"{len(result.reliability)} bins).",
-        "On the dotted line, answers would be right exactly as often as they say; where bars end below it, the model "
-        f"is too sure. At the foot is how many answers each bar stands for; pale bars have fewer than {FEW}, and their "
-        "place is partly chance.",
+        tends = "Overall the model is underconfident: its accuracy is higher than its confidence."
+    sentences = [
+        f"The mean confidence is {as_percent(confidence)} and the accuracy {as_percent(result.top1)}. {tends}",
+        f"The expected calibration error, the mean gap between confidence and accuracy over {len(result.reliability)} "
+        f"bins, is {as_percent(result.ece)}.",
+        "On the dotted line, accuracy equals confidence; bars that end below it are overconfident. The numbers at the "
+        f"bottom count the predictions in each bin; pale bars have fewer than {FEW}, so their height is uncertain.",
     ]
-    body = f'<div class="pair">{chart(drawn)}<div>{"".join(map(paragraph, said))}</div></div>'
-    return Section("calibration", "Certainty", title, body)
+    body = f'<div class="pair">{chart(drawn)}<div>{"".join(map(paragraph, sentences))}</div></div>'
+    return Section("calibration", "Calibration", title, body)

@@ -1,4 +1,4 @@
-"""Two runs side by side."""
+"""The comparison of two runs."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,109 +7,105 @@ from vitrail.charts.svg import escape
 from vitrail.metrics.pairs import Paired
 from vitrail.reports.curves import curves_of_two
 from vitrail.reports.disagreements import disagreements
-from vitrail.reports.formatting import cut, loss_span, many, points, share, span
+from vitrail.reports.formatting import as_percent, cut, loss_span, plural, points, span
 from vitrail.reports.page import Cell, Column, Section, absent, name, page, paragraph, table, warnings
-from vitrail.reports.predictions import Both, answers_of_both, evaluated_on_the_same
+from vitrail.reports.predictions import PairedPredictions, evaluated_on_same_images, paired_predictions
 from vitrail.reports.reproduce import command
 from vitrail.reports.run_record import Record, RunResult, settings
 
-LUCK = 0.05
-"""A difference that luck makes less often than this is called one."""
+SIGNIFICANCE = 0.05
+"""A difference with a p-value below this is called significant."""
 
 
 class ComparisonRow(NamedTuple):
-    """A number of two runs."""
+    """A metric of two runs."""
 
     name: str
     values: tuple[float | None, float | None]
     spans: tuple[str, str] = ("", "")
-    less_is_better: bool = False
+    lower_is_better: bool = False
     is_loss: bool = False
 
 
 def compare(one: Record, other: Record, unreadable: Sequence[str] = ()) -> str:
-    """Return a page that compares two runs; `unreadable` says which of their files could not be read."""
+    """Return a page that compares two runs; `unreadable` lists their files that could not be read."""
     names = (f"A: {cut(one.name, 28)}", f"B: {cut(other.name, 28)}")
-    both, why_not = answers_of_both(one, other)
-    alike = both is not None or evaluated_on_the_same(one, other)
+    both, why_not = paired_predictions(one, other)
+    alike = both is not None or evaluated_on_same_images(one, other)
     sections = [
         _numbers(one, other, names, alike=alike),
         _pairs(one, both, why_not),
         _settings(one, other, names),
         curves_of_two(one, other, names),
         _classes(one, other, alike=alike),
-        _again(one, other, names),
+        _reproduce(one, other, names),
     ]
     head = _head(one, other, both, alike=alike) + warnings(unreadable)
     return page(title=f"{one.name} and {other.name}", head=head, sections=sections)
 
 
-def _head(one: Record, other: Record, both: Both | None, *, alike: bool) -> str:
+def _head(one: Record, other: Record, both: PairedPredictions | None, *, alike: bool) -> str:
     who = f"A is <strong>{name(one.name)}</strong>, B is <strong>{name(other.name)}</strong>"
     above = f'<p class="over-title">{who}</p>'
     a, b = one.result, other.result
     if a is None or b is None:
         why = " ".join(f"{run.name}: {run.why_no_result}" for run in (one, other) if run.result is None)
-        return f'{above}<h1>Not both runs have a result yet</h1><p class="lead">{escape(why)}</p>'
-    shares = f"{share(a.top1)} against {share(b.top1)}"
+        return f'{above}<h1>The runs do not both have a result yet</h1><p class="lead">{escape(why)}</p>'
+    accuracies = f"{as_percent(a.top1)} vs. {as_percent(b.top1)}"
     if not alike:
-        title = f"Different data: A {share(a.top1)}, B {share(b.top1)}"
+        title = f"Different test images: A {as_percent(a.top1)}, B {as_percent(b.top1)}"
         lead = _different(a, b)
     elif both is not None:
-        title = f"{_which(both.paired)}: {shares}"
+        title = f"{_which(both.paired)}: {accuracies}"
         lead = _statement(both.paired)
     else:
         apart = a.top1_interval[1] < b.top1_interval[0] or b.top1_interval[1] < a.top1_interval[0]
         better = "B" if b.top1 > a.top1 else "A"
-        title = f"{better} is better: {shares}" if apart else f"No clear difference: {shares}"
-        lead = "Their intervals do not touch." if apart else "Their 95% intervals overlap."
+        title = f"{better} is better: {accuracies}" if apart else f"No clear difference: {accuracies}"
+        lead = "Their 95% confidence intervals do not overlap." if apart else "Their 95% confidence intervals overlap."
     return f'{above}<h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p>'
 
 
 def _different(a: RunResult, b: RunResult) -> str:
-    """Say that two results cannot be compared, and how they could be."""
+    """Explain that two results cannot be compared, and how to make them comparable."""
     on_a, on_b = (
-        f"{many(found.images, 'image')} of {many(len(found.classes), 'class', 'classes')}" for found in (a, b)
+        f"{plural(found.images, 'image')} of {plural(len(found.classes), 'class', 'classes')}" for found in (a, b)
     )
     return (
-        f"A was evaluated on {on_a} and B on {on_b}, and these are not the same images: the numbers stand side by side "
-        "and do not say which model is better. Evaluate both on the same images (vitrail eval) to compare them."
+        f"A was evaluated on {on_a} and B on {on_b}, and these are not the same images, so the numbers do not show "
+        "which model is better. Evaluate both on the same images (vitrail eval) to compare them."
     )
 
 
 def _which(result: Paired) -> str:
-    if result.chance >= LUCK:
+    if result.chance >= SIGNIFICANCE:
         return "No clear difference"
     return "B is better" if result.difference > 0 else "A is better"
 
 
 def _statement(result: Paired) -> str:
-    """Say what the same images tell."""
-    alone = f"A alone is right on {result.only_first:,} and B alone on {result.only_second:,}"
+    """Summarise McNemar's test on the same images."""
+    only_one = f"only A is correct on {result.only_first:,} and only B on {result.only_second:,}"
     if not result.only_first + result.only_second:
-        return f"On the same {many(result.images, 'image')} both are right and wrong on exactly the same ones."
-    luck = f"By luck alone, so uneven a split comes {_often(result.chance)}"
-    so = "so this is a difference" if result.chance < LUCK else "so this says little about which is better"
-    return f"On the same {many(result.images, 'image')}, {alone}. {luck}, {so} (McNemar, exact)."
-
-
-def _often(chance: float) -> str:
-    return "less than once in 1,000 times" if chance < 0.001 else f"in {100 * chance:.2g}% of cases"
+        return f"On the same {plural(result.images, 'image')} both runs are correct on exactly the same ones."
+    p_value = "p < 0.001" if result.chance < 0.001 else f"p = {result.chance:.2g}"
+    so = "so the difference is significant" if result.chance < SIGNIFICANCE else "so the difference is not significant"
+    return f"On the same {plural(result.images, 'image')}, {only_one} (exact McNemar test, {p_value}), {so}."
 
 
 def _numbers(one: Record, other: Record, names: tuple[str, str], *, alike: bool) -> Section:
-    title = "The numbers"
+    title = "Metrics"
     a, b = one.result, other.result
     if a is None or b is None:
-        return Section("result", "Numbers", title, absent("A run without a result has no numbers to compare."))
+        return Section("result", "Metrics", title, absent("A run without a result has no numbers to compare."))
     columns = [Column(""), *(Column(name, number=True) for name in names)]
     rows = [_number_row(row) for row in _rows(a, b)]
     notes = "" if alike else paragraph(_different(a, b), "warn")
     if alike:
         columns.append(Column("B − A", number=True))
     else:
-        rows = [row[:-1] for row in rows]  # a difference between different data would look like a comparison
-    return Section("result", "Numbers", title, notes + table(columns, rows, caption=title, sortable=False))
+        rows = [row[:-1] for row in rows]  # across different images a difference would be misleading
+    return Section("result", "Metrics", title, notes + table(columns, rows, caption=title, sortable=False))
 
 
 def _rows(a: RunResult, b: RunResult) -> list[ComparisonRow]:
@@ -117,12 +113,12 @@ def _rows(a: RunResult, b: RunResult) -> list[ComparisonRow]:
     balanced = (span(a.balanced_accuracy_interval), span(b.balanced_accuracy_interval))
     return [
         ComparisonRow("Accuracy", (a.top1, b.top1), (span(a.top1_interval), span(b.top1_interval))),
-        ComparisonRow("Among the first five", (a.top5, b.top5), (_span(a.top5_interval), _span(b.top5_interval))),
+        ComparisonRow("Top-5 accuracy", (a.top5, b.top5), (_span(a.top5_interval), _span(b.top5_interval))),
         ComparisonRow("Macro F1", (a.macro_f1, b.macro_f1), (span(a.macro_f1_interval), span(b.macro_f1_interval))),
         ComparisonRow("Balanced accuracy", (a.balanced_accuracy, b.balanced_accuracy), balanced),
-        ComparisonRow("Always the largest class", (a.baselines.majority, b.baselines.majority)),
-        ComparisonRow("Log loss", (a.loss, b.loss), losses, less_is_better=True, is_loss=True),
-        ComparisonRow("Calibration error", (a.ece, b.ece), less_is_better=True),
+        ComparisonRow("Majority-class baseline", (a.baselines.majority, b.baselines.majority)),
+        ComparisonRow("Log loss", (a.loss, b.loss), losses, lower_is_better=True, is_loss=True),
+        ComparisonRow("Calibration error", (a.ece, b.ece), lower_is_better=True),
     ]
 
 
@@ -131,41 +127,41 @@ def _span(interval: tuple[float, float] | None) -> str:
 
 
 def _number_row(row: ComparisonRow) -> list[Cell]:
-    def said(value: float | None, interval: str) -> Cell:
-        number = "–" if value is None else f"{value:.3f}" if row.is_loss else share(value)
+    def cell(value: float | None, interval: str) -> Cell:
+        number = "–" if value is None else f"{value:.3f}" if row.is_loss else as_percent(value)
         return Cell(f'{number}<br><span class="quiet small">{interval}</span>' if interval else number)
 
     first, second = row.values
     difference = Cell("–")
     if first is not None and second is not None:
         apart = second - first
-        sign = "" if abs(apart) < 5e-4 else "up" if (apart < 0) == row.less_is_better else "down"
+        sign = "" if abs(apart) < 5e-4 else "up" if (apart < 0) == row.lower_is_better else "down"
         shown = f"{apart:+.3f}".replace("-", "\N{MINUS SIGN}") if row.is_loss else points(apart)
         difference = Cell(f'<span class="{sign}">{shown}</span>' if sign else shown)
-    return [Cell(row.name), said(first, row.spans[0]), said(second, row.spans[1]), difference]
+    return [Cell(row.name), cell(first, row.spans[0]), cell(second, row.spans[1]), difference]
 
 
-def _pairs(one: Record, both: Both | None, why_not: str) -> Section:
+def _pairs(one: Record, both: PairedPredictions | None, why_not: str) -> Section:
     title = "On the same images"
     if both is None:
         return Section("pairs", "Images", title, absent(why_not))
     result = both.paired
     low, high = result.interval
-    columns = [Column(""), Column("B right", number=True), Column("B wrong", number=True)]
+    columns = [Column(""), Column("B correct", number=True), Column("B wrong", number=True)]
     rows = [
-        [Cell("A right"), Cell(f"{result.both:,}"), Cell(f"{result.only_first:,}")],
+        [Cell("A correct"), Cell(f"{result.both:,}"), Cell(f"{result.only_first:,}")],
         [Cell("A wrong"), Cell(f"{result.only_second:,}"), Cell(f"{result.neither:,}")],
     ]
-    said = paragraph(_statement(result)) + paragraph(
+    summary = paragraph(_statement(result)) + paragraph(
         f"B − A is {points(result.difference)} percentage points, 95% interval {points(low)} to {points(high)}."
     )
     counted = table(columns, rows, caption=title, sortable=False)
-    body = f'<div class="pair"><div>{said}</div><div>{counted}</div></div>{disagreements(one, both)}'
+    body = f'<div class="pair"><div>{summary}</div><div>{counted}</div></div>{disagreements(one, both)}'
     return Section("pairs", "Images", title, body)
 
 
 def _settings(one: Record, other: Record, names: tuple[str, str]) -> Section:
-    title = "What was set otherwise"
+    title = "Different settings"
     there, here = settings(one.recipe), settings(other.recipe)
     rows = [
         [Cell(f"<code>{escape(name)}</code>"), _setting(there, name), _setting(here, name)]
@@ -175,19 +171,19 @@ def _settings(one: Record, other: Record, names: tuple[str, str]) -> Section:
     if one.data != other.data:
         rows.insert(0, [Cell("data"), Cell(escape(one.data)), Cell(escape(other.data))])
     if one.origin.get("pretrained") != other.origin.get("pretrained"):
-        begun = [Cell(escape(_beginning(run))) for run in (one, other)]
-        rows.insert(0, [Cell("began with"), *begun])
+        initial = [Cell(escape(_initialisation(run))) for run in (one, other)]
+        rows.insert(0, [Cell("initialisation"), *initial])
     if not rows:
         return Section(
-            "settings", "Settings", title, paragraph("Nothing: both have the same recipe and the same data.")
+            "settings", "Settings", title, paragraph("None: both runs have the same recipe and the same data.")
         )
     columns = [Column("Setting"), *(Column(name) for name in names)]
     return Section("settings", "Settings", title, table(columns, rows, caption=title))
 
 
-def _beginning(run: Record) -> str:
+def _initialisation(run: Record) -> str:
     pretrained = str(run.origin.get("pretrained", ""))
-    return f"{run.provenance.get('source', 'a model')} ({pretrained[:8]})" if pretrained else "fresh weights"
+    return f"{run.provenance.get('source', 'a model')} ({pretrained[:8]})" if pretrained else "from scratch"
 
 
 def _setting(found: dict[str, object], name: str) -> Cell:
@@ -200,7 +196,7 @@ def _classes(one: Record, other: Record, *, alike: bool) -> Section:
     title = "Classes that changed most"
     a, b = one.result, other.result
     if not alike:
-        return Section("classes", "Classes", title, absent("Classes are compared where the images are the same."))
+        return Section("classes", "Classes", title, absent("Classes are compared only on the same images."))
     if a is None or b is None:
         return Section("classes", "Classes", title, absent("A run without a result has no classes to compare."))
     before = {row.name: row for row in a.per_class}
@@ -212,8 +208,8 @@ def _classes(one: Record, other: Record, *, alike: bool) -> Section:
     rows = [
         [
             Cell(name(x.name)),
-            Cell(share(x.recall), x.recall),
-            Cell(share(y.recall), y.recall),
+            Cell(as_percent(x.recall), x.recall),
+            Cell(as_percent(y.recall), y.recall),
             Cell(_coloured(change), change),
             Cell(f"{y.images:,}", y.images),
         ]
@@ -223,7 +219,7 @@ def _classes(one: Record, other: Record, *, alike: bool) -> Section:
         Column("Class"),
         Column("Recall, A", number=True),
         Column("Recall, B", number=True),
-        Column("B − A, points", number=True),
+        Column("B − A, percentage points", number=True),
         Column("Images", number=True),
     ]
     return Section("classes", "Classes", title, table(columns, rows, caption=title))
@@ -234,9 +230,9 @@ def _coloured(change: float) -> str:
     return f'<span class="{kind}">{points(change)}</span>'
 
 
-def _again(one: Record, other: Record, names: tuple[str, str]) -> Section:
+def _reproduce(one: Record, other: Record, names: tuple[str, str]) -> Section:
     body = "".join(
         f'<h3>{escape(name)}</h3><pre class="wrap"><code>{escape(command(run))}</code></pre>'
         for name, run in zip(names, (one, other), strict=True)
     )
-    return Section("reproduce", "Making them again", "Making them again", body)
+    return Section("reproduce", "Reproduce", "Reproduce these runs", body)

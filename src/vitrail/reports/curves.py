@@ -1,4 +1,4 @@
-"""The curves of a run, or of two over each other."""
+"""Training curves of one run, or of two runs overlaid."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from vitrail.training.curves import Curve, curve
 from vitrail.training.objectives import only_in_training
 
 LOW = 190
-"""The height of the lesser charts."""
+"""Height of the secondary charts."""
 Rows = Sequence[dict[str, Any]]
 
 
@@ -20,11 +20,11 @@ def curves(run: Record) -> Section:
     """Return loss, accuracy, learning rate and gradient norm over the steps."""
     rows = run.rows
     if not rows:
-        return _section(absent("metrics.jsonl holds no steps, so there are no curves."))
-    loss = [*_noisy("training", curve(rows, "loss"), 1), _seldom("validation split", curve(rows, "val_loss"), 2)]
+        return _section(absent("metrics.jsonl has no steps, so there are no curves."))
+    loss = [*_noisy("training", curve(rows, "loss"), 1), _sparse("validation split", curve(rows, "val_loss"), 2)]
     accuracy = [
-        _line("training, as augmented", curve(rows, "accuracy").smooth(), 1),
-        _seldom("validation split", curve(rows, "val_top1"), 2),
+        _line("training (augmented)", curve(rows, "accuracy").smooth(), 1),
+        _sparse("validation split", curve(rows, "val_top1"), 2),
     ]
     return _section(
         _over_steps("Loss", loss, log=_wide(rows), note=loss_note(run)),
@@ -35,64 +35,67 @@ def curves(run: Record) -> Section:
 
 
 def loss_note(run: Record) -> str:
-    """Say why the two losses of a run are not the same measure, where they are not."""
+    """Explain why training and validation loss are not comparable, if they are not."""
     objective = run.recipe.get("objective", {})
     if objective.get("loss", "softmax") == "sigmoid":
+        return "The training loss is a sum of sigmoid losses, the validation loss a log loss, so the scales differ."
+    extra = only_in_training(run.recipe)
+    if not extra:
         return (
-            "The training loss is a sum over yes-or-no decisions, the validation loss a log loss: their heights differ."
+            "The training loss is computed on augmented images, with dropout; the validation loss on original images."
         )
-    made = only_in_training(run.recipe)
-    if not made:
-        return "The training loss is of augmented images, with dropout; the validation loss of images as they are."
-    said = f"{', '.join(made[:-1])} and {made[-1]}" if len(made) > 1 else made[0]
-    said = f"The training loss includes {said}; the validation loss does not, so their heights cannot be compared."
+    text = f"{', '.join(extra[:-1])} and {extra[-1]}" if len(extra) > 1 else extra[0]
+    text = f"The training loss includes {text}; the validation loss does not, so the two are not comparable."
     classes = len(run.result.classes) if run.result is not None else 0
     smoothing = float(objective.get("label_smoothing", 0) or 0)
-    if smoothing and classes > 1 and "class weights" not in made:
-        said += (
+    if smoothing and classes > 1 and "class weights" not in extra:
+        text += (
             f" With this smoothing and {classes} classes, training cannot fall below {_floor(smoothing, classes):.2f}."
         )
-    return said
+    return text
 
 
 def _floor(smoothing: float, classes: int) -> float:
-    """Return the least cross-entropy that smoothed labels allow: their own entropy."""
+    """Return the lowest possible cross-entropy with smoothed labels: their entropy."""
     off = smoothing / classes
     on = 1 - smoothing + off
     return -on * math.log(on) - (classes - 1) * off * math.log(off)
 
 
 def curves_of_two(one: Record, other: Record, names: tuple[str, str]) -> Section:
-    """Return the curves of two runs, over each other."""
+    """Return the curves of two runs, overlaid."""
     both = [(name, run.rows, place) for place, (name, run) in enumerate(zip(names, (one, other), strict=True), 1)]
     if not any(rows for _, rows, _ in both):
         return _section(absent("Neither run has taken a step, so there are no curves."))
 
-    def measured(number: str) -> list[Series]:
-        return [_seldom(name, curve(rows, number), colour) for name, rows, colour in both]
+    def validation(number: str) -> list[Series]:
+        return [_sparse(name, curve(rows, number), colour) for name, rows, colour in both]
 
-    def trained(number: str) -> list[Series]:
+    def training(number: str) -> list[Series]:
         return [_line(name, curve(rows, number).smooth(), colour) for name, rows, colour in both]
 
     return _section(
-        _over_steps("Accuracy on the validation split", measured("val_top1"), unit="percent", high=1.0),
-        _over_steps("Loss on the validation split", measured("val_loss"), log=True),
+        _over_steps("Accuracy on the validation split", validation("val_top1"), unit="percent", high=1.0),
+        _over_steps("Loss on the validation split", validation("val_loss"), log=True),
         _over_steps(
-            "Training loss", trained("loss"), log=any(_wide(rows) for _, rows, _ in both), note=_note_of_two(one, other)
+            "Training loss",
+            training("loss"),
+            log=any(_wide(rows) for _, rows, _ in both),
+            note=_note_of_two(one, other),
         ),
-        _over_steps("Learning rate", trained("lr"), low=0.0),
+        _over_steps("Learning rate", training("lr"), low=0.0),
     )
 
 
 def _note_of_two(one: Record, other: Record) -> str:
-    """Say so where two training losses are not the same measure."""
+    """Return a note if two training losses are not comparable."""
     if all(one.recipe.get(key) == other.recipe.get(key) for key in ("objective", "mixing")):
         return ""
-    return "Objective or mixing differ, so the heights of these losses cannot be compared."
+    return "The runs differ in objective or mixing, so these losses are not comparable."
 
 
 def _section(*drawn: str) -> Section:
-    return Section("curves", "Training", "How training went", f'<div class="pair">{"".join(drawn)}</div>')
+    return Section("curves", "Training", "Training curves", f'<div class="pair">{"".join(drawn)}</div>')
 
 
 def _over_steps(
@@ -119,16 +122,16 @@ def _line(name: str, points: Curve, colour: int) -> Series:
     return Series(name if len(points) else "", points.steps.tolist(), points.values.tolist(), colour)
 
 
-def _seldom(name: str, points: Curve, colour: int) -> Series:
+def _sparse(name: str, points: Curve, colour: int) -> Series:
     return _line(name, points, colour)._replace(marks=True)
 
 
 def _noisy(name: str, points: Curve, colour: int) -> list[Series]:
-    """Return a curve as it is, faint, and smooth over it."""
+    """Return the raw curve, faint, with a smoothed one on top."""
     return [_line("", points, colour)._replace(faint=True), _line(name, points.smooth(), colour)]
 
 
 def _wide(rows: Rows) -> bool:
-    """Say whether a loss spans so much that only a logarithmic axis shows all of it."""
+    """Whether the loss spans a range that needs a logarithmic axis."""
     smooth = curve(rows, "loss").smooth().values
     return bool(len(smooth)) and bool(smooth.min() > 0) and bool(smooth.max() > 8 * smooth.min())

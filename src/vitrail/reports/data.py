@@ -1,25 +1,25 @@
-"""What is known of the data, from the check at the run's beginning."""
+"""The dataset: findings of the data check, class samples and statistics."""
 
 from PIL import Image
 
 from vitrail.charts.bars import Bar, bar_chart
 from vitrail.charts.svg import escape
 from vitrail.io import ContentError, read_json
-from vitrail.reports.formatting import many
+from vitrail.reports.formatting import plural
 from vitrail.reports.page import WIDTH, Cell, Column, Section, absent, chart, embedded_image, name, paragraph, table
 from vitrail.reports.run_record import Check, Record
 from vitrail.training.samples import INDEX, SAMPLES, Sample, read_samples
 
 SMALL = 128
-"""The longer side of a class sample in pixels."""
+"""Longer side of a class sample, in pixels."""
 DETAILS = 4
-"""How many examples of a finding are listed."""
+"""Examples to list per finding."""
 
 
 def data(run: Record) -> Section:
-    """Return the summary of the data's check."""
+    """Return the section about the dataset."""
     if run.check is None:
-        return Section("data", "Data", "The data", absent(run.why_no_check) + _samples(run))
+        return Section("data", "Data", "Dataset", absent(run.why_no_check) + _samples(run))
     check = run.check
     where = f"<p>From <code>{escape(run.data)}</code>: {escape(check.summary)}.</p>" if run.data else ""
     findings = "".join(
@@ -27,21 +27,23 @@ def data(run: Record) -> Section:
         for one in check.findings
     )
     found = (
-        f"<h3>What the check found</h3><ul>{findings}</ul>" if findings else paragraph("The check found nothing wrong.")
+        f"<h3>Findings of the data check</h3><ul>{findings}</ul>"
+        if findings
+        else paragraph("The data check found no problems.")
     )
     if check.looked_at < check.images:
         found += paragraph(
-            f"The check looked at {many(check.looked_at, 'image')} of {check.images:,}; vitrail check sees all.",
+            f"The check covered {plural(check.looked_at, 'image')} of {check.images:,}; vitrail check covers all.",
             "quiet small",
         )
     if check.not_looked_for:
-        found += paragraph(f"Not looked for: {'; '.join(check.not_looked_for)}.", "quiet small")
+        found += paragraph(f"Not checked: {'; '.join(check.not_looked_for)}.", "quiet small")
     drawn = f'<div class="pair">{_counts(check)}<div>{_sizes(check)}{_kinds(check)}</div></div>'
-    return Section("data", "Data", "The data", where + found + _samples(run) + drawn)
+    return Section("data", "Data", "Dataset", where + found + _samples(run) + drawn)
 
 
 def _samples(run: Record) -> str:
-    """Return a few training images of each class, as the run kept them."""
+    """Return a few training images of each class, from the run's samples."""
     by_class: dict[str, list[str]] = {}
     for sample in read_samples(run.folder):
         image = _opened(sample)
@@ -56,11 +58,11 @@ def _samples(run: Record) -> str:
         f'<li><p>{name(label)}</p><div class="row">{"".join(images)}</div></li>' for label, images in by_class.items()
     )
     count = sum(map(len, by_class.values()))
-    said = f"{many(count, 'training image')}, as small as the run keeps them."
+    text = f"{plural(count, 'training image')}, reduced in size."
     classes = len(run.result.classes) if run.result is not None else len(by_class)
     if classes > len(by_class):
-        said += f" They show {len(by_class):,} of {classes:,} classes."
-    return f'<h3>What the classes look like</h3>{paragraph(said, "quiet small")}<ul class="classes">{rows}</ul>'
+        text += f" They show {len(by_class):,} of {classes:,} classes."
+    return f'<h3>Example images</h3>{paragraph(text, "quiet small")}<ul class="classes">{rows}</ul>'
 
 
 def _opened(sample: Sample) -> Image.Image | None:
@@ -72,9 +74,9 @@ def _opened(sample: Sample) -> Image.Image | None:
 
 
 def unreadable_samples(run: Record) -> tuple[str, ...]:
-    """Name the class samples, or their list, that are there and cannot be read."""
+    """Return a sentence if the class samples or their index exist but cannot be read."""
     place = run.folder / SAMPLES / INDEX
-    lacks = "so the report lacks images of the classes"
+    consequence = "so the report lacks images of the classes"
     try:
         is_list = isinstance(read_json(place), list)
     except FileNotFoundError:
@@ -82,10 +84,10 @@ def unreadable_samples(run: Record) -> tuple[str, ...]:
     except (OSError, ContentError):
         is_list = False
     if not is_list:
-        return (f"{place} cannot be read, {lacks}",)
+        return (f"{place} cannot be read, {consequence}",)
     bad = [sample.file for sample in read_samples(run.folder) if _opened(sample) is None]
     more = f" and {len(bad) - 1:,} more" if len(bad) > 1 else ""
-    return (f"{bad[0]}{more} cannot be read, {lacks}",) if bad else ()
+    return (f"{bad[0]}{more} cannot be read, {consequence}",) if bad else ()
 
 
 def _details(details: list[str]) -> str:
@@ -113,7 +115,7 @@ def _counts(check: Check) -> str:
 def _sizes(check: Check) -> str:
     bars = [
         Bar(
-            f"{span['low']:,} and more" if span["high"] is None else f"{span['low']:,} to {span['high']:,}",
+            f"{span['low']:,} or more" if span["high"] is None else f"{span['low']:,} to {span['high']:,}",
             span["images"] or 0,
         )
         for span in check.short_sides
@@ -126,8 +128,8 @@ def _sizes(check: Check) -> str:
 
 
 def _kinds(check: Check) -> str:
-    def said(counts: dict[str, int]) -> str:
+    def listed(counts: dict[str, int]) -> str:
         return ", ".join(f"{escape(kind)} {count:,}" for kind, count in counts.items()) or "–"
 
-    rows = {"Formats": said(check.formats), "Colours": said(check.modes)}
+    rows = {"Formats": listed(check.formats), "Colours": listed(check.modes)}
     return f'<dl class="facts">{"".join(f"<dt>{title}</dt><dd>{kinds}</dd>" for title, kinds in rows.items())}</dl>'

@@ -1,48 +1,51 @@
-"""Images on which only one of two runs is right."""
+"""Images on which exactly one of two runs is correct."""
 
 from vitrail.charts.svg import escape
 from vitrail.errors import VitrailError
-from vitrail.reports.formatting import cut, file_name, share
+from vitrail.reports.formatting import as_percent, cut, file_name
 from vitrail.reports.page import absent, embedded_image, name, path
-from vitrail.reports.predictions import Answers, Both
+from vitrail.reports.predictions import PairedPredictions, RunPredictions
 from vitrail.reports.run_artifacts import RunArtifacts, open_artifacts
 from vitrail.reports.run_record import Record
 
 SHOWN = 6
-"""Of each kind."""
+"""Images to show per run."""
 
 
-def disagreements(run: Record, both: Both) -> str:
-    """Return the images on which one alone is right, those first of which the other is surest."""
+def disagreements(run: Record, both: PairedPredictions) -> str:
+    """Return the images on which only one run is correct, by descending confidence of the wrong one."""
     found = both.paired
     if not found.only_first + found.only_second:
         return ""
-    sight = open_artifacts(run)
-    parts = []
-    for title, right, wrong in (("Only A is right", both.one, both.other), ("Only B is right", both.other, both.one)):
-        rows = [row for row in range(found.images) if right.right[row] and not wrong.right[row]]
+    artifacts = open_artifacts(run)
+    groups = []
+    for title, right, wrong in (
+        ("Only A is correct", both.one, both.other),
+        ("Only B is correct", both.other, both.one),
+    ):
+        rows = [row for row in range(found.images) if right.correct[row] and not wrong.correct[row]]
         if rows:
             rows.sort(key=lambda row: -float(wrong.confidence[row]))
-            cards = "".join(_card(sight, both.one, wrong, row) for row in rows[:SHOWN])
-            parts.append(f'<h3>{title}</h3><ul class="mistakes many">{cards}</ul>')
-    notes = absent(sight.why_no_images) if sight.source is None else ""
-    return notes + "".join(parts)
+            cards = "".join(_card(artifacts, both.one, wrong, row) for row in rows[:SHOWN])
+            groups.append(f'<h3>{title}</h3><ul class="mistakes many">{cards}</ul>')
+    notes = absent(artifacts.why_no_images) if artifacts.source is None else ""
+    return notes + "".join(groups)
 
 
-def _card(sight: RunArtifacts, judged: Answers, wrong: Answers, row: int) -> str:
-    called, true = judged.names[row], judged.true[row]
+def _card(artifacts: RunArtifacts, images: RunPredictions, wrong: RunPredictions, row: int) -> str:
+    image_name, true = images.names[row], images.true[row]
     return (
-        f"<li>{_seen(sight, int(judged.places[row]), called, true)}<p><strong>{name(true)}</strong>; the other says "
-        f"{name(wrong.predicted[row])}, confidence {share(float(wrong.confidence[row]))}</p>"
-        f'<p class="quiet small file" title="{escape(called)}">{path(file_name(called, 40))}</p></li>'
+        f"<li>{_image(artifacts, int(images.places[row]), image_name, true)}<p><strong>{name(true)}</strong>; the "
+        f"other predicts {name(wrong.predicted[row])}, confidence {as_percent(float(wrong.confidence[row]))}</p>"
+        f'<p class="quiet small file" title="{escape(image_name)}">{path(file_name(image_name, 40))}</p></li>'
     )
 
 
-def _seen(sight: RunArtifacts, index: int, called: str, true: str) -> str:
-    if sight.source is None:
+def _image(artifacts: RunArtifacts, index: int, image_name: str, true: str) -> str:
+    if artifacts.source is None:
         return ""
     try:
-        original = sight.original(sight.item(index, called, true))
+        original = artifacts.original(artifacts.item(index, image_name, true))
     except (VitrailError, OSError):
         return ""
-    return "" if original is None else embedded_image(original, cut(called))
+    return "" if original is None else embedded_image(original, cut(image_name))

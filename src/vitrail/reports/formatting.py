@@ -1,38 +1,38 @@
-"""How a report says numbers."""
+"""Formatting of numbers and names in reports."""
 
 from vitrail.evaluation import percent
 
 Interval = tuple[float, float]
 
 
-def share(value: float | None) -> str:
-    """Write a share as a percentage; a dash where there is none."""
+def as_percent(value: float | None) -> str:
+    """Format a fraction as a percentage; a dash for None."""
     return "–" if value is None else f"{percent(value)}%"
 
 
 def span(interval: Interval) -> str:
-    """Write an interval of shares."""
+    """Format an interval of fractions as percentages."""
     return f"{percent(interval[0])}–{percent(interval[1])}%"
 
 
 def loss_span(interval: Interval) -> str:
-    """Write an interval of losses."""
+    """Format an interval of losses."""
     return f"{interval[0]:.3f}–{interval[1]:.3f}"
 
 
 def points(difference: float) -> str:
-    """Write a difference of shares in percentage points, with its sign."""
+    """Format a difference of fractions in percentage points, with its sign."""
     rounded = round(100 * difference, 1)
     return f"{rounded:+.1f}".replace("-", "\N{MINUS SIGN}") if rounded else "0.0"
 
 
-def many(count: int, one: str, more: str = "") -> str:
-    """Write a count with its noun: 1 image, 2 images."""
+def plural(count: int, one: str, more: str = "") -> str:
+    """Format a count with its noun: 1 image, 2 images."""
     return f"{count:,} {one if count == 1 else more or f'{one}s'}"
 
 
 def ended(text: str) -> str:
-    """End a sentence, if it has not ended.
+    """Add a full stop unless the sentence already ends.
 
     >>> ended("it is gone"), ended("was it copied whole?")
     ('it is gone.', 'was it copied whole?')
@@ -41,7 +41,7 @@ def ended(text: str) -> str:
 
 
 def file_name(path: str, most: int = 56) -> str:
-    """Shorten a path: the name of the file stays whole where it can, with as much of the end of its folder as fits.
+    """Shorten a path: keep the whole file name if possible, and as plural parent folders as fit.
 
     >>> file_name("/home/someone/photos/of/many/kinds/cat/IMG_1118.JPG", 24)
     '…/kinds/cat/IMG_1118.JPG'
@@ -62,7 +62,7 @@ def file_name(path: str, most: int = 56) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Write a time as people say it.
+    """Format a duration.
 
     >>> duration(8.4), duration(95), duration(7300)
     ('8.4 s', '1 min 35 s', '2 h 2 min')
@@ -77,7 +77,7 @@ def duration(seconds: float) -> str:
 
 
 def cut(text: str, most: int = 60) -> str:
-    """Cut a text short, in its middle, where names of files differ least."""
+    """Shorten a text in its middle, where file names differ least."""
     if len(text) <= most:
         return text
     half = (most - 1) // 2

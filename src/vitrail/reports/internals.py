@@ -1,4 +1,4 @@
-"""What the model has learned: the paper's figures, drawn from it."""
+"""The ViT paper's figures, drawn from the trained model."""
 
 from collections.abc import Callable
 
@@ -20,33 +20,33 @@ from vitrail.reports.page import Section, absent, embedded_image, paragraph
 from vitrail.reports.run_artifacts import SIDE, RunArtifacts
 
 TITLE = "Inside the model"
-WHAT = "What the ViT paper shows of its models (arXiv 2010.11929, figures 6, 7 and 11), drawn from this one."
+WHAT = "Figures 6, 7 and 11 of the ViT paper (arXiv 2010.11929), drawn from this model."
 EXAMPLES = 6
 WORK = 200_000_000_000
-"""Floating-point operations that the attention distance may take on a CPU: some seconds, not minutes."""
+"""FLOP budget of the attention distance on a CPU: a few seconds, not minutes."""
 
 
-def inside(sight: RunArtifacts) -> Section:
+def inside(artifacts: RunArtifacts) -> Section:
     """Return the paper's figures for the best model."""
-    if sight.bundle is None:
-        return Section("inside", "Inside", TITLE, absent(sight.why_no_bundle))
-    bundle = sight.bundle
+    if artifacts.bundle is None:
+        return Section("inside", "Inside", TITLE, absent(artifacts.why_no_bundle))
+    bundle = artifacts.bundle
     drawn = [_drawn(lambda: filters_figure(bundle)), _drawn(lambda: positions_figure(bundle))]
-    images = _readable(sight.some(_affordable(bundle)), bundle)
+    images = _readable(artifacts.some(_affordable(bundle)), bundle)
     if images:
         pixels = torch.from_numpy(np.stack([pixels for _, pixels in images])).permute(0, 3, 1, 2)
         drawn.append(_drawn(lambda: distance_figure(bundle, pixels, standalone=False)))
         every = -(-len(images) // EXAMPLES)
-        looks = _rollout(bundle, [item for item, _ in images[::every]])
+        rollout = _rollout(bundle, [item for item, _ in images[::every]])
     else:
-        looks = absent(sight.why_no_images or "No image can be read, so attention cannot be shown.")
-    return Section("inside", "Inside", TITLE, f'{paragraph(WHAT)}<div class="pair">{"".join(drawn)}</div>{looks}')
+        rollout = absent(artifacts.why_no_images or "No image could be read, so attention cannot be shown.")
+    return Section("inside", "Inside", TITLE, f'{paragraph(WHAT)}<div class="pair">{"".join(drawn)}</div>{rollout}')
 
 
 def _affordable(bundle: Bundle) -> int:
     if torch.cuda.is_available():
         return IMAGES
-    # Every token meets every weight once, in a multiplication and an addition; near enough, and at once.
+    # One multiply-add per token and weight: a good enough estimate.
     weights = sum(parameter.numel() for parameter in bundle.model.parameters())
     return max(EXAMPLES, min(IMAGES, WORK // (2 * weights * bundle.model.config.tokens)))
 
@@ -65,9 +65,9 @@ def _drawn(draw: Callable[[], Figure | Absent]) -> str:
     try:
         made = draw()
     except VitrailError as error:
-        return absent(ended(f"A figure is missing here: {error}"))
+        return absent(ended(f"A figure is missing: {error}"))
     if isinstance(made, Absent):
-        return f"<div><h3>{escape(made.title)}</h3>{absent(f'There is no such figure: {made.reason}')}</div>"
+        return f"<div><h3>{escape(made.title)}</h3>{absent(f'This figure is not available: {made.reason}')}</div>"
     shown = made.svg or "" if made.image is None else embedded_image(made.image, made.title, exact=True)
     kind = "sheet" if made.image is not None else "drawn"
     caption = f"<figcaption>{escape(made.caption)}</figcaption>"
@@ -75,7 +75,7 @@ def _drawn(draw: Callable[[], Figure | Absent]) -> str:
 
 
 def _rollout(bundle: Bundle, items: list[Item]) -> str:
-    """Return images, and the same darkened where the model looks less; not as one sheet, which would stay white."""
+    """Return images next to their attention rollout; as separate cards, which follow the page's colour scheme."""
     if bundle.model.config.patches == 1:
         return ""
     cards = []
@@ -83,15 +83,17 @@ def _rollout(bundle: Bundle, items: list[Item]) -> str:
         explainer = Explainer(bundle, ExplanationRequest("rollout"))
         for item in items:
             explained = explainer.explain(item)
-            seen = enlarged(explained.image, SIDE)
-            both = embedded_image(seen, "a held-out image") + embedded_image(
-                attended(seen, explained.map), "where the model looks"
+            image = enlarged(explained.image, SIDE)
+            both = embedded_image(image, "a held-out image") + embedded_image(
+                attended(image, explained.map), "attention rollout"
             )
             cards.append(f'<li><div class="two">{both}</div></li>')
     except VitrailError as error:
         return absent(ended(f"Attention rollout cannot be shown: {error}"))
     caption = (
-        "Held-out images, and beside each what the answer could take from where, through all layers (attention "
-        "rollout, Abnar and Zuidema): dark parts do not reach it."
+        "Test images, each with its attention rollout through all layers (Abnar and Zuidema): dark regions do not "
+        "contribute to the prediction."
     )
-    return f'<h3>Where it looks</h3><ul class="mistakes many">{"".join(cards)}</ul>{paragraph(caption, "quiet small")}'
+    return (
+        f'<h3>Attention rollout</h3><ul class="mistakes many">{"".join(cards)}</ul>{paragraph(caption, "quiet small")}'
+    )

@@ -1,4 +1,4 @@
-"""The mistakes of highest confidence: each image as stored, as the model saw it, and what spoke for the prediction."""
+"""The most confident mistakes: each image as stored, as the model's input, and with its relevance map."""
 
 from typing import NamedTuple
 
@@ -9,111 +9,111 @@ from vitrail.errors import VitrailError
 from vitrail.explanations.explain import Explainer, as_image
 from vitrail.explanations.overlay import enlarged
 from vitrail.explanations.request import ExplanationRequest
-from vitrail.reports.formatting import cut, file_name, share
+from vitrail.reports.formatting import as_percent, cut, file_name
 from vitrail.reports.page import Section, absent, embedded_image, name, paragraph, path
 from vitrail.reports.run_artifacts import SIDE, RunArtifacts
 from vitrail.reports.run_record import Mistake
 
 SHOWN = 12
 HIGH = 0.8
-"""From this confidence on a prediction is called confident."""
+"""Predictions with at least this confidence count as confident."""
 WHAT = (
-    "Wrong labels come to light here, too. Each image is shown as it is stored; below it is what the model saw of it, "
-    "and what spoke for its prediction: the lighter, the more (relevance, by attention and its gradient)."
+    "Look for wrong labels here, too. Each image is shown as stored; below it are the model's input and the relevance "
+    "map of the prediction (attention times gradient): bright regions contributed most."
 )
 
 
-class Seen(NamedTuple):
-    """An image as stored and as the model saw it, and what spoke for a prediction; None where that is not known."""
+class ImageViews(NamedTuple):
+    """An image as stored and as the model's input, and its relevance map, if available."""
 
     original: Image.Image | None
     image: Image.Image
     relevance: Image.Image | None
 
 
-def mistakes(sight: RunArtifacts) -> Section:
-    """Return the mistakes of highest confidence with their images."""
-    result = sight.run.result
+def mistakes(artifacts: RunArtifacts) -> Section:
+    """Return the most confident mistakes with their images."""
+    result = artifacts.run.result
     if result is None:
-        return Section("mistakes", "Mistakes", "Mistakes", absent(sight.run.why_no_result))
+        return Section("mistakes", "Mistakes", "Mistakes", absent(artifacts.run.why_no_result))
     if not result.worst:
-        return Section("mistakes", "Mistakes", "Mistakes", paragraph("No image was mistaken."))
+        return Section("mistakes", "Mistakes", "Mistakes", paragraph("There are no mistakes."))
     shown = result.worst[:SHOWN]
     confident = [one for one in shown if one.confidence >= HIGH]
     others = [one for one in shown if one.confidence < HIGH]
-    without: set[str] = set()
+    missing: set[str] = set()
     body = paragraph(WHAT)
     if confident:
-        title = "Confident, and wrong"
-        body += f"{_cards(sight, confident, without)}"
-        body += f"<h3>Wrong with less than {share(HIGH)} confidence</h3>" if others else ""
+        title = "Confident mistakes"
+        body += f"{_cards(artifacts, confident, missing)}"
+        body += f"<h3>Mistakes with less than {as_percent(HIGH)} confidence</h3>" if others else ""
     else:
-        title = "The mistakes of highest confidence"
+        title = "Most confident mistakes"
         body = (
             paragraph(
-                f"No mistake was made with high confidence ({share(HIGH)} or more); the highest is "
-                f"{share(shown[0].confidence)}."
+                f"No mistake has a confidence of {as_percent(HIGH)} or more; the highest is "
+                f"{as_percent(shown[0].confidence)}."
             )
             + body
         )
-    body += _cards(sight, others, without) if others else ""
-    return Section("mistakes", "Mistakes", title, _notes(sight, without) + body)
+    body += _cards(artifacts, others, missing) if others else ""
+    return Section("mistakes", "Mistakes", title, _notes(artifacts, missing) + body)
 
 
-def _notes(sight: RunArtifacts, without: set[str]) -> str:
-    if sight.source is None:
-        return absent(sight.why_no_images)
-    if sight.bundle is None:
-        return absent(sight.why_no_bundle)
-    return absent(f"Something is missing here: {'; '.join(sorted(without)[:3])}.") if without else ""
+def _notes(artifacts: RunArtifacts, missing: set[str]) -> str:
+    if artifacts.source is None:
+        return absent(artifacts.why_no_images)
+    if artifacts.bundle is None:
+        return absent(artifacts.why_no_bundle)
+    return absent(f"Some images or maps are missing: {'; '.join(sorted(missing)[:3])}.") if missing else ""
 
 
-def _cards(sight: RunArtifacts, found: list[Mistake], without: set[str]) -> str:
-    """Return mistakes as a list; what is missing is added to `without`."""
+def _cards(artifacts: RunArtifacts, found: list[Mistake], missing: set[str]) -> str:
+    """Return mistakes as cards; reasons for missing images are added to `missing`."""
     cards = []
     for mistake in found:
         try:
-            seen = look(sight, mistake.index, mistake.name, mistake.true, mistake.predicted)
+            views = load_views(artifacts, mistake.index, mistake.name, mistake.true, mistake.predicted)
         except (VitrailError, OSError) as error:
-            seen = None
-            without.add(str(error))
-        if seen is not None and seen.relevance is None:
-            without.add("there are no relevance maps for this model")
-        cards.append(_card(mistake, seen))
+            views = None
+            missing.add(str(error))
+        if views is not None and views.relevance is None:
+            missing.add("relevance maps are not available for this model")
+        cards.append(_card(mistake, views))
     return f'<ul class="mistakes">{"".join(cards)}</ul>'
 
 
-def look(sight: RunArtifacts, index: int, called: str, true: str, answer: str) -> Seen | None:
-    """Return an image and what spoke for a prediction; None where there is no model to see it."""
+def load_views(artifacts: RunArtifacts, index: int, image_name: str, true: str, predicted: str) -> ImageViews | None:
+    """Return an image and the relevance map of a prediction; None without a model or data."""
     from vitrail.data.inputs import fitted
 
-    if sight.bundle is None or sight.source is None:
+    if artifacts.bundle is None or artifacts.source is None:
         return None
-    item = sight.item(index, called, true)
-    original = sight.original(item)
+    item = artifacts.item(index, image_name, true)
+    original = artifacts.original(item)
     try:
-        explained = Explainer(sight.bundle, ExplanationRequest("relevance"), target=sight.numbers.get(answer)).explain(
-            item, called
-        )
+        explained = Explainer(
+            artifacts.bundle, ExplanationRequest("relevance"), target=artifacts.class_indices.get(predicted)
+        ).explain(item, image_name)
     except VitrailError:
-        return Seen(original, enlarged(as_image(fitted(item, sight.bundle.preprocess)), SIDE), None)
-    return Seen(original, enlarged(explained.image, SIDE), explained.overlay(side=SIDE))
+        return ImageViews(original, enlarged(as_image(fitted(item, artifacts.bundle.preprocess)), SIDE), None)
+    return ImageViews(original, enlarged(explained.image, SIDE), explained.overlay(side=SIDE))
 
 
-def pair(seen: Seen | None, called: str, answer: str) -> str:
-    """Return the image as it is stored, and below it what the model saw and what spoke for the prediction."""
-    if seen is None:
+def pair(views: ImageViews | None, image_name: str, predicted: str) -> str:
+    """Return the stored image, with the model's input and the relevance map below it."""
+    if views is None:
         return ""
-    whole = "" if seen.original is None else f'<div class="whole">{embedded_image(seen.original, called)}</div>'
-    first = embedded_image(seen.image, f"{called}, as the model saw it")
-    second = "" if seen.relevance is None else embedded_image(seen.relevance, f"what spoke for {answer}")
+    whole = "" if views.original is None else f'<div class="whole">{embedded_image(views.original, image_name)}</div>'
+    first = embedded_image(views.image, f"{image_name}, model input")
+    second = "" if views.relevance is None else embedded_image(views.relevance, f"relevance for {predicted}")
     return f'{whole}<div class="two">{first}{second}</div>'
 
 
-def _card(mistake: Mistake, seen: Seen | None) -> str:
+def _card(mistake: Mistake, views: ImageViews | None) -> str:
     return (
-        f"<li>{pair(seen, cut(mistake.name), mistake.predicted)}"
-        f"<p><strong>{name(mistake.true)}</strong> taken for <strong>{name(mistake.predicted)}</strong>, "
-        f'confidence {share(mistake.confidence)}</p><p class="quiet small file" title="{escape(mistake.name)}">'
+        f"<li>{pair(views, cut(mistake.name), mistake.predicted)}"
+        f"<p><strong>{name(mistake.true)}</strong> predicted as <strong>{name(mistake.predicted)}</strong>, "
+        f'confidence {as_percent(mistake.confidence)}</p><p class="quiet small file" title="{escape(mistake.name)}">'
         f"{path(file_name(mistake.name))}</p></li>"
     )

@@ -1,4 +1,4 @@
-"""The answers to every held-out image, as test_predictions.parquet holds them, and those of two runs side by side."""
+"""Read test_predictions.parquet, and pair the predictions of two runs."""
 
 from typing import NamedTuple
 
@@ -12,29 +12,29 @@ from vitrail.training.run_folder import TEST_PREDICTIONS
 COLUMNS = ["index", "name", "true", "predicted", "confidence", "correct", "digest"]
 
 
-class Answers(NamedTuple):
-    """A row for each held-out image that could be read, in the order of the data."""
+class RunPredictions(NamedTuple):
+    """One row per readable test image, in the order of the data."""
 
     places: NDArray[np.int64]
-    """Which images of the source these are."""
+    """Indices of the images in the source."""
     names: list[str]
     true: list[str]
     predicted: list[str]
     confidence: NDArray[np.float32]
-    right: NDArray[np.bool_]
+    correct: NDArray[np.bool_]
     digests: list[str]
 
 
-class Both(NamedTuple):
-    """What two runs answered to the same images."""
+class PairedPredictions(NamedTuple):
+    """The predictions of two runs for the same images."""
 
-    one: Answers
-    other: Answers
+    one: RunPredictions
+    other: RunPredictions
     paired: Paired
 
 
-def answers_of_both(one: Record, other: Record) -> tuple[Both | None, str]:
-    """Return the answers of two runs that were judged by the same images; or the reason why there are none."""
+def paired_predictions(one: Record, other: Record) -> tuple[PairedPredictions | None, str]:
+    """Return the predictions of two runs for the same images, or the reason why they cannot be paired."""
     first, why = _read(one)
     second, why_not = _read(other) if first is not None else (None, "")
     if first is None or second is None:
@@ -42,20 +42,20 @@ def answers_of_both(one: Record, other: Record) -> tuple[Both | None, str]:
     if _images(first) != _images(second):
         return None, (
             "The two runs were evaluated on different images, so they cannot be compared image by image. Runs with the "
-            "same data and seed have the same held-out images."
+            "same data and seed have the same test images."
         )
-    return Both(first, second, paired(first.right, second.right)), ""
+    return PairedPredictions(first, second, paired(first.correct, second.correct)), ""
 
 
-def unreadable_answers(run: Record) -> tuple[str, ...]:
-    """Say that a run's file of predictions is there and cannot be read, where that is so."""
+def unreadable_predictions(run: Record) -> tuple[str, ...]:
+    """Return a sentence if a run's prediction file exists but cannot be read."""
     there = (run.folder / TEST_PREDICTIONS).exists() and run.result is not None
     found, why = _read(run) if there else (None, "")
     return (why.rstrip("."),) if there and found is None else ()
 
 
-def evaluated_on_the_same(one: Record, other: Record) -> bool:
-    """Say whether two runs were evaluated on the same images: by their digests, without these by the recorded names."""
+def evaluated_on_same_images(one: Record, other: Record) -> bool:
+    """Whether two runs were evaluated on the same images, by their digests or else by their recorded names."""
     first, second = _read(one)[0], _read(other)[0]
     if first is not None and second is not None:
         return _images(first) == _images(second)
@@ -68,19 +68,19 @@ def _recorded_names(run: Record) -> list[str]:
     return list(names.get("test") or names.get("val") or ()) if isinstance(names, dict) else []
 
 
-def _images(answers: Answers) -> list[tuple[str, str]]:
-    # By what is in them: the same data may lie elsewhere, and other data may have files of the same names.
-    return list(zip(answers.digests, answers.true, strict=True))
+def _images(predictions: RunPredictions) -> list[tuple[str, str]]:
+    # By content: the same data may be at another path, and other data may have the same file names.
+    return list(zip(predictions.digests, predictions.true, strict=True))
 
 
-def _read(run: Record) -> tuple[Answers | None, str]:
+def _read(run: Record) -> tuple[RunPredictions | None, str]:
     path = run.folder / TEST_PREDICTIONS
     if run.result is None:
         return None, f"{run.name}: {run.why_no_result}"
     if not path.is_file():
         return None, (
             f"{run.name} has no {TEST_PREDICTIONS}, so the runs cannot be compared image by image; pip install "
-            "'vitrail[train]' and the same train command add it."
+            "'vitrail[train]' and rerun the same train command to add it."
         )
     try:
         import pyarrow as pa
@@ -88,7 +88,7 @@ def _read(run: Record) -> tuple[Answers | None, str]:
     except ImportError:
         return None, (
             f"{TEST_PREDICTIONS} cannot be read without pyarrow, so the runs are not compared image by image; pip "
-            "install 'vitrail[train]' brings it."
+            "install 'vitrail[train]' adds it."
         )
     try:
         table = pq.read_table(path, columns=COLUMNS)
@@ -98,7 +98,7 @@ def _read(run: Record) -> tuple[Answers | None, str]:
     if missing := [name for name in COLUMNS if name not in columns]:
         return None, f"{path} has no column {missing[0]!r}; rerun the same train command to write it again."
     return (
-        Answers(
+        RunPredictions(
             np.array(columns["index"], np.int64),
             columns["name"],
             columns["true"],

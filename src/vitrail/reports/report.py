@@ -15,7 +15,7 @@ from vitrail.reports.internals import inside
 from vitrail.reports.mistakes import mistakes
 from vitrail.reports.model import model_summary
 from vitrail.reports.page import GENERATOR, page, warnings
-from vitrail.reports.predictions import unreadable_answers
+from vitrail.reports.predictions import unreadable_predictions
 from vitrail.reports.reproduce import reproduce
 from vitrail.reports.result import head, result
 from vitrail.reports.run_artifacts import RunArtifacts, open_artifacts
@@ -26,20 +26,20 @@ REPORT = "report.html"
 _log = logging.getLogger("vitrail")
 
 
-class Written(NamedTuple):
-    """A report, and what it lacks."""
+class WrittenReport(NamedTuple):
+    """A written report and what is missing from it."""
 
     path: Path
     unreadable: tuple[str, ...]
-    """A sentence for each file of the run that is there and cannot be read; the report has them, too."""
+    """A sentence for each file of the run that exists but cannot be read; the report shows them, too."""
 
 
 def report(run: str | Path, other: str | Path | None = None, out: str | Path | None = None) -> Path:
-    """Write what a run came to as one HTML file that needs nothing else, and return its path.
+    """Write a self-contained HTML report of a run, and return its path.
 
-    With `other`, the two runs are compared. Without `out`, the file lies in the folder of the first run. A file of the
-    run that cannot be read is named in the report and logged as a warning (logger "vitrail"), which without a handler
-    goes to stderr; without its recipe a folder is not a run, and a `ConfigError` says so.
+    With `other`, compare the two runs. By default the report is written to the folder of the first run. Files of the
+    run that cannot be read are listed in the report and logged as warnings (logger "vitrail"). A folder without
+    recipe.toml is not a run and raises `ConfigError`.
     """
     written = write_report(run, other, out)
     for sentence in written.unreadable:
@@ -47,34 +47,34 @@ def report(run: str | Path, other: str | Path | None = None, out: str | Path | N
     return written.path
 
 
-def write_report(run: str | Path, other: str | Path | None = None, out: str | Path | None = None) -> Written:
-    """Write a report as `report` does, and leave it to the caller to say what it lacks."""
+def write_report(run: str | Path, other: str | Path | None = None, out: str | Path | None = None) -> WrittenReport:
+    """Write a report like `report`, but return the unreadable files instead of logging them."""
     one = read_run(run)
     two = None if other is None else read_run(other)
     target = Path(out) if out is not None else one.folder / _default_name(two)
     _check_target(target)
     if two is None:
-        sight = open_artifacts(one)
-        unreadable = (*one.unreadable, *sight.unreadable, *unreadable_samples(one))
-        text = _single(sight, unreadable)
+        artifacts = open_artifacts(one)
+        unreadable = (*one.unreadable, *artifacts.unreadable, *unreadable_samples(one))
+        text = _single(artifacts, unreadable)
     else:
-        unreadable = (*one.unreadable, *two.unreadable, *unreadable_answers(one), *unreadable_answers(two))
+        unreadable = (*one.unreadable, *two.unreadable, *unreadable_predictions(one), *unreadable_predictions(two))
         text = compare(one, two, unreadable)
     write_text(target, text)
-    return Written(target, unreadable)
+    return WrittenReport(target, unreadable)
 
 
-def _single(sight: RunArtifacts, unreadable: Sequence[str]) -> str:
-    run = sight.run
+def _single(artifacts: RunArtifacts, unreadable: Sequence[str]) -> str:
+    run = artifacts.run
     sections = [
         result(run),
-        mistakes(sight),
+        mistakes(artifacts),
         classes(run),
         confusion(run),
         calibration(run),
         curves(run),
-        model_summary(sight),
-        inside(sight),
+        model_summary(artifacts),
+        inside(artifacts),
         data(run),
         reproduce(run),
     ]
@@ -86,23 +86,23 @@ def _default_name(other: Record | None) -> str:
 
 
 def _check_target(target: Path) -> None:
-    """Refuse to write over what is no report, before anything is computed."""
+    """Raise before overwriting anything that is not a report."""
     if target.is_dir():
         raise ConfigError(f"{target} is a folder; name a file for the report, such as {target / 'page.html'}")
     if not target.parent.is_dir():
-        raise ConfigError(f"there is no folder {target.parent} to write the report to; make it first")
+        raise ConfigError(f"the folder {target.parent} for the report does not exist; create it first")
     if target.exists() and not target.is_file():  # reading a pipe might never end
-        raise ConfigError(f"{target} is no file; name one for the report, such as {REPORT}")
+        raise ConfigError(f"{target} is not a regular file; name one for the report, such as {REPORT}")
     if target.exists():
         with target.open("rb") as file:
             if f'content="{GENERATOR} '.encode() not in file.read(4096):
-                raise ConfigError(f"{target} is there already and is no report; choose another --out")
+                raise ConfigError(f"{target} exists and is not a report; choose another --out")
 
 
 def report_of_finished(folder: Path) -> tuple[Path | None, str]:
-    """Write the report of a run that has just ended; return its path, if there is one, and a sentence about it.
+    """Write the report of a run that has just finished; return its path, or None, and a message.
 
-    Whatever goes wrong is told and not raised: the run itself is done and safe.
+    Errors are returned as the message and not raised, because the run itself is complete.
     """
     try:
         path = report(folder)
@@ -110,6 +110,6 @@ def report_of_finished(folder: Path) -> tuple[Path | None, str]:
         again = f"vitrail report {folder}"
         return (
             None,
-            f"there is no report, because {error or type(error).__name__}; the run is whole, and {again} tries again",
+            f"the report was not written: {error or type(error).__name__}; the run is complete, retry with {again}",
         )
     return path, f"the report is {path}"

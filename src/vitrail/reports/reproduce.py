@@ -1,4 +1,4 @@
-"""How a run can be made again: command, recipe, versions, checksums."""
+"""How to reproduce a run: command, recipe, versions, checksums."""
 
 import hashlib
 import importlib.metadata
@@ -15,34 +15,34 @@ from vitrail.training.run_folder import METRICS, RECIPE, SPLIT, TEST_PREDICTIONS
 
 PACKAGES = ("torch", "numpy", "pillow", "simplejpeg", "safetensors")
 FILES = {
-    f"{BEST}/{WEIGHTS}": "the best model's weights",
-    RECIPE: "every setting",
+    f"{BEST}/{WEIGHTS}": "weights of the best model",
+    RECIPE: "all settings",
     SPLIT: "which image is in which split",
-    METRICS: "every step, as numbers",
-    TEST_PREDICTIONS: "the answer to every held-out image",
+    METRICS: "metrics of every step",
+    TEST_PREDICTIONS: "predictions for every test image",
 }
 
 
 def reproduce(run: Record) -> Section:
-    """Return all that is needed to make the run again, and to see that it came out the same."""
+    """Return everything needed to reproduce the run and to verify the result."""
     pretrained = str(run.origin.get("pretrained", ""))
     body = f'<pre class="wrap"><code>{escape(command(run))}</code></pre>'
     if pretrained:
         source = run.provenance.get("source")
         named = f" ({source})" if source else ""
-        body += paragraph(f"MODEL is what the run began with{named}: the weights whose checksum is {pretrained}.")
+        body += paragraph(f"MODEL is the pretrained model{named} with the checksum {pretrained}.")
     body += paragraph(
-        "With the same versions, machine and number of threads the weights come out bit for bit the same; elsewhere, "
-        "as good within the intervals above."
+        "With the same versions, machine and number of threads, the weights are bit-identical; otherwise expect "
+        "metrics within the intervals above."
     )
-    body += f"<h3>Versions where this report was written</h3>{_versions(run)}"
-    body += f"<h3>Files of the run, with their SHA-256</h3>{_files(run.folder)}"
-    body += f"<details><summary>The whole recipe</summary><pre><code>{escape(run.recipe_text)}</code></pre></details>"
-    return Section("reproduce", "Making it again", "Making it again", body)
+    body += f"<h3>Versions used for this report</h3>{_versions(run)}"
+    body += f"<h3>Files of the run and their SHA-256</h3>{_files(run.folder)}"
+    body += f"<details><summary>Full recipe</summary><pre><code>{escape(run.recipe_text)}</code></pre></details>"
+    return Section("reproduce", "Reproduce", "Reproduce this run", body)
 
 
 def command(run: Record) -> str:
-    """Return the command that makes a run again."""
+    """Return the command that reproduces a run."""
     words = ["vitrail", "train", run.data or "DATA", "--recipe", str(run.folder / RECIPE)]
     if run.origin.get("pretrained"):
         words += ["--from", "MODEL"]
@@ -55,13 +55,13 @@ def _versions(run: Record) -> str:
     facts["machine"] = f"{platform.system()} {platform.machine()}"
     written = run.provenance.get("written_by")
     if written and written != f"vitrail {__version__}":
-        facts["the model was written by"] = str(written)
-    said = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
-    return f'<dl class="facts">{said}</dl>'
+        facts["model written by"] = str(written)
+    rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
+    return f'<dl class="facts">{rows}</dl>'
 
 
 def _files(folder: Path) -> str:
-    said = []
+    rows = []
     for name, what in FILES.items():
         path = folder / name
         if path.is_file():
@@ -71,10 +71,10 @@ def _files(folder: Path) -> str:
                 checksum = f"cannot be read: {error.strerror or error}"
             about = f"{escape(what)}, {_size(path.stat().st_size)}<br><code>{escape(checksum)}</code>"
         else:
-            why = "is not there; pip install 'vitrail[train]' adds it" if name == TEST_PREDICTIONS else "is not there"
+            why = "missing; pip install 'vitrail[train]' adds it" if name == TEST_PREDICTIONS else "missing"
             about = f'{escape(what)}<br><span class="quiet">{escape(why)}</span>'
-        said.append(f"<dt><code>{escape(name)}</code></dt><dd>{about}</dd>")
-    return f'<dl class="facts">{"".join(said)}</dl>'
+        rows.append(f"<dt><code>{escape(name)}</code></dt><dd>{about}</dd>")
+    return f'<dl class="facts">{"".join(rows)}</dl>'
 
 
 def _checksum(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The result: the sentence at the head of a report, and the numbers below it."""
+"""The result: the headline of a report and its metrics."""
 
 from typing import NamedTuple
 
@@ -6,105 +6,106 @@ import numpy as np
 
 from vitrail.charts.svg import escape
 from vitrail.metrics.classification import most_confused
-from vitrail.reports.formatting import loss_span, many, share, span
+from vitrail.reports.formatting import as_percent, loss_span, plural, span
 from vitrail.reports.page import Section, absent, name, paragraph
 from vitrail.reports.run_record import Record, RunResult
 from vitrail.training.run_folder import best_row
 
 NARROW = 0.03
-"""An interval wider than this share of either side is worth a word."""
+"""An interval with a larger half-width than this gets a warning."""
 
 
 class Number(NamedTuple):
-    """A number with its name, how sure it is, and what it says."""
+    """A metric with its interval and an explanation."""
 
     name: str
     value: str
     span: str
-    says: str
+    explanation: str
 
 
 def head(run: Record) -> str:
-    """Return the result as the headline, and what has to be known with it."""
+    """Return the result as the headline, with a summary and warnings."""
     above = f'<p class="over-title">Report on <strong>{escape(run.name)}</strong></p>'
     if run.result is None:
         return f'{above}<h1>{escape(_unfinished_title(run))}</h1><p class="lead">{escape(run.why_no_result)}</p>'
     result = run.result
     what = "training images" if result.on_training else "held-out images"
     noun = what if result.images != 1 else what.removesuffix("s")
-    title = f"Right on {share(result.top1)} of {result.images:,} {noun}"
+    title = f"{as_percent(result.top1)} accuracy on {result.images:,} {noun}"
     return f'{above}<h1>{escape(title)}</h1><p class="lead">{_lead(result)}</p>{_warnings(run, result)}'
 
 
 def result(run: Record) -> Section:
-    """Return the headline numbers with their intervals."""
+    """Return the section with the headline metrics and their intervals."""
     if run.result is None:
         return Section("result", "Result", "Result", absent(run.why_no_result) + _so_far(run))
     cards = "".join(
         f'<div><dt>{escape(one.name)}</dt><dd><div class="value">{escape(one.value)}</div>'
-        f'<div class="span">{escape(one.span)}</div><div class="says">{escape(one.says)}</div></dd></div>'
+        f'<div class="span">{escape(one.span)}</div><div class="says">{escape(one.explanation)}</div></dd></div>'
         for one in numbers(run.result)
     )
     bad = run.result.bad
-    left_out = paragraph(f"{many(len(bad), 'image')} could not be read and are not counted.") if bad else ""
-    return Section("result", "Result", "Result", f'<dl class="numbers">{cards}</dl>{left_out}')
+    skipped = paragraph(f"{plural(len(bad), 'image')} could not be read and were skipped.") if bad else ""
+    return Section("result", "Result", "Result", f'<dl class="numbers">{cards}</dl>{skipped}')
 
 
 def numbers(result: RunResult) -> list[Number]:
-    """Return the headline numbers."""
+    """Return the headline metrics."""
     top5 = [
         Number(
-            "Among the first five",
-            share(result.top5),
+            "Top-5 accuracy",
+            as_percent(result.top5),
             f"95% interval {span(result.top5_interval)}" if result.top5_interval else "",
-            "How often the right class is among the five likeliest.",
+            "How often the true class is among the five most probable.",
         )
     ]
     return [
         Number(
-            "Accuracy", share(result.top1), f"95% interval {span(result.top1_interval)}",
-            "The share of right answers, and where it would lie with very many images (Wilson).",
+            "Accuracy", as_percent(result.top1), f"95% interval {span(result.top1_interval)}",
+            "The fraction of correct predictions, with its Wilson interval.",
         ),
         *(top5 if result.top5 is not None else []),
         Number(
-            "Macro F1", share(result.macro_f1), f"95% interval {span(result.macro_f1_interval)}",
-            "Precision and recall joined, every class counting alike, however few images it has.",
+            "Macro F1", as_percent(result.macro_f1), f"95% interval {span(result.macro_f1_interval)}",
+            "The mean F1 (of precision and recall) over classes, whatever their size.",
         ),
         Number(
-            "Balanced accuracy", share(result.balanced_accuracy),
-            f"95% interval {span(result.balanced_accuracy_interval)}", "The mean of the classes' recalls.",
+            "Balanced accuracy", as_percent(result.balanced_accuracy),
+            f"95% interval {span(result.balanced_accuracy_interval)}", "The mean recall over classes.",
         ),
         Number(
-            "Baselines", share(result.baselines.majority), f"chance {share(result.baselines.chance)}",
+            "Baselines", as_percent(result.baselines.majority), f"chance {as_percent(result.baselines.chance)}",
             f"The accuracy of always predicting {result.baselines.majority_class}, and of a uniform guess.",
         ),
         Number(
             "Log loss", f"{result.loss:.3f}", f"95% interval {loss_span(result.loss_interval)}",
-            "How surprising the right classes are to the model; 0 is perfect, and sure mistakes cost most.",
+            "Cross-entropy of the true classes; 0 is perfect, and confident mistakes cost the most.",
         ),
         Number(
-            "Calibration error", share(result.ece), "",
-            f"How far certainty is from how often it is right, on average (ECE, {len(result.reliability)} bins).",
+            "Calibration error", as_percent(result.ece), "",
+            f"The mean gap between confidence and accuracy (ECE, {len(result.reliability)} bins).",
         ),
     ]  # fmt: skip
 
 
 def _lead(result: RunResult) -> str:
     low, high = result.top1_interval
-    ends = f"<strong>{share(low)}</strong> and <strong>{share(high)}</strong>"
+    ends = f"<strong>{as_percent(low)}</strong> to <strong>{as_percent(high)}</strong>"
     base = result.baselines
-    said = [
-        f"With 95% confidence the true share lies between {ends}.",
-        f"Always predicting {name(base.majority_class)} gives {share(base.majority)}, chance {share(base.chance)}.",
+    sentences = [
+        f"The 95% confidence interval is {ends}.",
+        f"Always predicting {name(base.majority_class)} gives {as_percent(base.majority)}, chance "
+        f"{as_percent(base.chance)}.",
     ]
     weakest = result.weakest_first
     if result.top1 == 1:
-        said.append("No image was mistaken.")
+        sentences.append("There are no mistakes.")
     elif weakest:
-        called = f"<strong>{name(weakest[0].name)}</strong>"
-        said.append(f"The weakest class is {called}, of which {share(weakest[0].recall)} are recognised.")
-        said.append(_worst_confusion(result))
-    return " ".join(part for part in said if part)
+        weakest_name = f"<strong>{name(weakest[0].name)}</strong>"
+        sentences.append(f"The weakest class is {weakest_name}, with a recall of {as_percent(weakest[0].recall)}.")
+        sentences.append(_worst_confusion(result))
+    return " ".join(sentence for sentence in sentences if sentence)
 
 
 def _worst_confusion(result: RunResult) -> str:
@@ -112,28 +113,28 @@ def _worst_confusion(result: RunResult) -> str:
     if not found or found[0].images < 2:
         return ""
     true, predicted = (name(result.classes[place]) for place in (found[0].true, found[0].predicted))
-    return f"Most often, {true} was taken for {predicted} ({many(found[0].images, 'time')})."
+    return f"The most frequent confusion is {true} predicted as {predicted} ({plural(found[0].images, 'time')})."
 
 
 def _warnings(run: Record, result: RunResult) -> str:
-    said = [f"{text[:1].upper()}{text[1:]}." for text in result.warnings]
+    sentences = [f"{text[:1].upper()}{text[1:]}." for text in result.warnings]
     if result.on_training:
-        said.append(
-            "No image was held out, so this says how well the model knows what it was taught, and nothing about new "
-            "images. Leave data.val and data.test above 0 for a result."
+        sentences.append(
+            "No images were held out, so this is the accuracy on the training images and says nothing about new "
+            "images. Set data.val and data.test above 0 to get a result."
         )
-    elif run.chosen_on_these:
-        said.append(
-            "There is no test split: the best moment of the run was selected on these same images, so expect a little "
-            "less on new ones."
+    elif run.selected_on_test_images:
+        sentences.append(
+            "There is no test split: the best checkpoint was selected on these same images, so expect slightly lower "
+            "accuracy on new ones."
         )
     low, high = result.top1_interval
     if not result.on_training and high - low > 2 * NARROW:
-        said.append(
-            f"The interval is wide because {many(result.images, 'image')} are few; more held-out images would "
-            "make the number surer."
+        sentences.append(
+            f"The interval is wide because there are only {plural(result.images, 'image')}; more held-out images would "
+            "narrow it."
         )
-    return "".join(paragraph(text, "warn") for text in said)
+    return "".join(paragraph(text, "warn") for text in sentences)
 
 
 def _unfinished_title(run: Record) -> str:
@@ -148,8 +149,8 @@ def _unfinished_title(run: Record) -> str:
 def _so_far(run: Record) -> str:
     best = best_row(run.rows)
     if best is None:
-        return paragraph("The validation split has not been measured yet, either.")
+        return paragraph("The run has not been validated yet, either.")
     return paragraph(
-        f"So far the checkpoint of step {best['step']:,} is kept, with {share(best['val_top1'])} on the validation "
-        "split. This split chooses the checkpoint, so this is not a result."
+        f"So far the checkpoint of step {best['step']:,} is kept, with a validation accuracy of "
+        f"{as_percent(best['val_top1'])}. The validation split selects the checkpoint, so this is not a final result."
     )

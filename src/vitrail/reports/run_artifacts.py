@@ -1,4 +1,4 @@
-"""Model and images of a run, opened to be looked at: what cannot be had is a sentence."""
+"""The best model and the test images of a run; if either cannot be opened, the reason why."""
 
 import os
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from vitrail.data.inputs import Item
 
 SIDE, LARGE = 208, 480
-"""The longer side of a small image on the page, and of one to look at closely."""
+"""Longer side of small and of large images on the page, in pixels."""
 
 
 @dataclass(frozen=True, eq=False)
 class RunArtifacts:
-    """The best model of a run and the images it is judged by."""
+    """The best model of a run and the images it was evaluated on."""
 
     run: Record
     bundle: Bundle | None
@@ -37,45 +37,45 @@ class RunArtifacts:
 
     @property
     def unreadable(self) -> tuple[str, ...]:
-        """Say that the best model cannot be opened, where the run has or had one and nothing else has said it."""
+        """Return a sentence if the best model cannot be opened, unless it was already reported."""
         place = self.run.folder / BEST
-        known = any(text.startswith(f"{place}/") for text in self.run.unreadable)
-        if self.bundle is not None or known or not (place.exists() or self.run.result is not None):
+        reported = any(text.startswith(f"{place}/") for text in self.run.unreadable)
+        if self.bundle is not None or reported or not (place.exists() or self.run.result is not None):
             return ()
-        return (f"{self.why_no_bundle.rstrip('.')}; so the report lacks the model and what it looks at",)
+        return (f"{self.why_no_bundle.rstrip('.')}, so the report lacks the model and its attention maps",)
 
     @cached_property
-    def numbers(self) -> dict[str, int]:
-        """The number of each class by its name."""
-        return {} if self.source is None else {name: number for number, name in enumerate(self.source.classes)}
+    def class_indices(self) -> dict[str, int]:
+        """The index of each class by its name."""
+        return {} if self.source is None else {name: index for index, name in enumerate(self.source.classes)}
 
     def item(self, index: int, name: str, true: str) -> "Item":
-        """Return one of the images; if another one now stands in its place, say so."""
+        """Return one of the images; raise `DataError` if the data has changed."""
         from vitrail.data.inputs import Item
 
         if self.source is None:
             raise DataError(self.why_no_images)
-        # A run may have been started with another path to the same data, so that only the ends of names are alike.
+        # The run may have been started with another path to the same data, so compare file names only.
         same = index < len(self.source) and os.path.basename(self.source.name(index)) == os.path.basename(name)
-        if not same or self.source.labels[index] != self.numbers.get(true):
-            raise DataError("the data has changed since the run, and another image is in its place")
+        if not same or self.source.labels[index] != self.class_indices.get(true):
+            raise DataError("the data has changed since the run, and another image has taken its place")
         return Item(b"", content=self.source.read(index))
 
     def original(self, item: "Item") -> Image.Image | None:
-        """Return an image as stored, upright, no larger than a page needs; None where it cannot be shown in colour."""
+        """Return an image as stored, upright and reduced for the page; None if it cannot be shown as RGB."""
         from vitrail.data.decode import open_image
 
         try:
             opened = open_image(item.read())
             scale = min(1.0, LARGE / max(opened.width, opened.height))
             image = Image.fromarray(np.ascontiguousarray(opened.pixels(3, scale=scale)))
-        except (VitrailError, OSError, ValueError):  # one of 13 channels, say
+        except (VitrailError, OSError, ValueError):  # such as 13 channels
             return None
         image.thumbnail((LARGE, LARGE), Image.Resampling.LANCZOS)
         return image if max(image.size) >= SIDE else enlarged(image, LARGE)
 
     def some(self, count: int) -> list["Item"]:
-        """Return so many of the images, evenly from first to last; what cannot be read is left out."""
+        """Return `count` images, spread evenly over the source; unreadable ones are skipped."""
         from vitrail.data.inputs import Item
 
         if self.source is None or not len(self.source):
@@ -90,7 +90,7 @@ class RunArtifacts:
 
 
 def open_artifacts(run: Record) -> RunArtifacts:
-    """Open the best model and the held-out images of a run, if they are there."""
+    """Open the best model and the held-out images of a run, as far as they are available."""
     bundle, why_no_bundle = None, ""
     try:
         bundle = load(run.folder / BEST)
@@ -100,13 +100,13 @@ def open_artifacts(run: Record) -> RunArtifacts:
     try:
         source = _held_out(run)
     except (VitrailError, OSError, KeyError, TypeError) as error:
-        why_no_images = ended(f"The images cannot be shown, because the data of the run cannot be opened: {error}")
+        why_no_images = ended(f"The images cannot be shown because the data of the run cannot be opened: {error}")
     return RunArtifacts(run, bundle, why_no_bundle, source, why_no_images)
 
 
 def _held_out(run: Record) -> Source:
     if not run.data or run.split is None:
-        raise DataError("the run does not say where it is")
+        raise DataError("the run does not record its path")
     splits = open_data(run.data, record=run.split)
     source: Source = splits.test or splits.val or splits.train
     return source

@@ -1,4 +1,4 @@
-"""Reading a run's folder: all that it holds, and a sentence for each thing that it does not."""
+"""Read a run folder: its contents, and a sentence for everything that is missing."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class Bin(BaseModel):
-    """Answers with a probability in (low, high]."""
+    """Predictions with a confidence in (low, high]."""
 
     low: float
     high: float
@@ -27,7 +27,7 @@ class Bin(BaseModel):
 
 
 class ClassScore(BaseModel):
-    """How one class fared."""
+    """Metrics of one class."""
 
     name: str
     images: int
@@ -37,7 +37,7 @@ class ClassScore(BaseModel):
 
 
 class Mistake(BaseModel):
-    """An image that was taken for another class."""
+    """A misclassified image."""
 
     index: int
     name: str
@@ -47,7 +47,7 @@ class Mistake(BaseModel):
 
 
 class Baselines(BaseModel):
-    """What guessing gives."""
+    """Accuracy of trivial baselines."""
 
     majority_class: str
     majority: float
@@ -55,7 +55,7 @@ class Baselines(BaseModel):
 
 
 class RunResult(BaseModel):
-    """What the best model is worth, as result.json holds it."""
+    """The evaluation of the best model, from result.json."""
 
     images: int
     kind: str
@@ -80,28 +80,28 @@ class RunResult(BaseModel):
     bad: list[Any]
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "RunResult":
-        """Refuse a file that somebody has changed by hand, where one number no longer goes with another."""
+    def _check_consistency(self) -> "RunResult":
+        """Reject a file that was edited by hand and is no longer consistent."""
         count = len(self.classes)
         square = len(self.confusion) == count and all(len(row) == count for row in self.confusion)
         scored = all(row.recall is not None and row.f1 is not None for row in self.per_class if row.images)
         if self.images < 1 or len(self.per_class) != count or not square or not scored:
-            raise ValueError("the splits of the result do not fit together")
+            raise ValueError("the fields of the result are inconsistent")
         return self
 
     @property
     def on_training(self) -> bool:
-        """Whether no image was held out, so that the model was measured by what it was taught."""
+        """Whether no images were held out, so that the model was evaluated on its training images."""
         return self.kind == "training images"
 
     @property
     def weakest_first(self) -> list[ClassScore]:
-        """The classes that have images, by recall, then by F1."""
+        """The classes that have images, by ascending recall, then F1."""
         return sorted((row for row in self.per_class if row.images), key=lambda row: (row.recall, row.f1))
 
 
 class Finding(BaseModel):
-    """What a check of the data found."""
+    """A finding of the data check."""
 
     text: str
     advice: str = ""
@@ -109,7 +109,7 @@ class Finding(BaseModel):
 
 
 class Check(BaseModel):
-    """What is known of the data, as check.json holds it."""
+    """The data check, from check.json."""
 
     summary: str
     images: int
@@ -124,13 +124,13 @@ class Check(BaseModel):
 
 @dataclass(frozen=True)
 class Record:
-    """A run as its folder tells it."""
+    """The contents of a run folder."""
 
     folder: Path
     recipe: dict[str, Any]
     recipe_text: str
     rows: list[dict[str, Any]]
-    """The journal."""
+    """The rows of metrics.jsonl."""
     result: RunResult | None
     why_no_result: str
     check: Check | None
@@ -138,36 +138,36 @@ class Record:
     split: dict[str, Any] | None
     origin: dict[str, Any]
     provenance: dict[str, Any]
-    """What its best model says of itself."""
+    """Provenance of the best model."""
     unreadable: tuple[str, ...] = ()
-    """A sentence for each of its files that is there and cannot be read: which, why, and what the report lacks."""
+    """A sentence for each file that exists but cannot be read: which, why, and what the report lacks."""
 
     @property
     def name(self) -> str:
-        """What a person calls the run."""
+        """The name of the run."""
         return self.folder.resolve().name
 
     @property
     def data(self) -> str:
-        """Where its images are."""
+        """Path of the data."""
         return str(self.origin.get("data", ""))
 
     @property
     def steps(self) -> tuple[int, int | None]:
-        """How many steps it has taken, and of how many."""
+        """Steps taken, and steps planned."""
         trained = self.provenance.get("trained")
         planned = trained.get("of") if isinstance(trained, dict) else None
         return max((row["step"] for row in self.rows), default=0), planned
 
     @property
-    def chosen_on_these(self) -> bool:
-        """Whether the images it was measured by also chose its best moment, because there is no test split."""
+    def selected_on_test_images(self) -> bool:
+        """Whether the evaluated images also selected the best checkpoint, because there is no test split."""
         counts = (self.split or {}).get("counts", {})
         return bool(counts) and not counts.get("test")
 
 
 def read_run(folder: str | Path) -> Record:
-    """Read a run; what is missing in it is said later, but a folder that is no run is refused."""
+    """Read a run folder; missing files are reported later, but a folder that is not a run raises `ConfigError`."""
     place = Path(folder)
     _check_is_run(place)
     try:
@@ -179,13 +179,13 @@ def read_run(folder: str | Path) -> Record:
         raise ConfigError(f"{place / RECIPE} cannot be read: {error.strerror or error}") from None
     faults: list[str] = []
     result, why_no_result = _read(place / RESULT, RunResult, "the result", faults)
-    check, why_no_check = _read(place / CHECK, Check, "what the check of the data found", faults)
+    check, why_no_check = _read(place / CHECK, Check, "the data check", faults)
     if result is None and not (place / RESULT).exists():
-        why_no_result = _unmeasured(place)
+        why_no_result = _why_not_evaluated(place)
     split = _json(place / SPLIT, "the held-out images", faults)
-    origin = _json(place / ORIGIN, "where the images are", faults) or {}
-    config = _json(place / BEST / CONFIG, "what the best model says of itself", faults) or {}
-    rows = _journal(place, faults)
+    origin = _json(place / ORIGIN, "the path of the data", faults) or {}
+    config = _json(place / BEST / CONFIG, "the provenance of the best model", faults) or {}
+    rows = _metrics(place, faults)
     if (place / SESSIONS).exists() and not read_sessions(place):
         faults.append(f"{place / SESSIONS} cannot be read, so the report lacks time and hardware")
     return Record(
@@ -194,8 +194,8 @@ def read_run(folder: str | Path) -> Record:
     )  # fmt: skip
 
 
-def _journal(place: Path, faults: list[str]) -> list[dict[str, Any]]:
-    """Return the journal; its last line may be cut short by a crash, and is not missed."""
+def _metrics(place: Path, faults: list[str]) -> list[dict[str, Any]]:
+    """Return the rows of metrics.jsonl; a last line truncated by a crash is ignored."""
     try:
         rows = MetricsFile.read(place)
         lines = read_text(place / METRICS).split("\n") if (place / METRICS).exists() else []
@@ -204,45 +204,45 @@ def _journal(place: Path, faults: list[str]) -> list[dict[str, Any]]:
         return []
     lost = sum(bool(line.strip()) for line in lines) - len(rows)
     if lost > 1 or (lost and not rows):
-        faults.append(f"{place / METRICS} has {lost:,} lines that cannot be read, which the curves lack")
+        faults.append(f"{place / METRICS} has {lost:,} unreadable lines, which the curves lack")
     return rows
 
 
 def _check_is_run(place: Path) -> None:
     if not place.exists():
-        raise ConfigError(f"there is no {place}; name the folder of a run")
+        raise ConfigError(f"{place} does not exist; pass a run folder")
     if (place / RECIPE).is_file():
         return
     if (place / SWEEP).exists():
-        raise ConfigError(f"{place} holds a sweep, not a run; name one of the folders in it")
+        raise ConfigError(f"{place} holds a sweep, not a run; pass one of its subfolders")
     if (place.resolve().parent / RECIPE).is_file() and place.is_dir():
-        raise ConfigError(f"{place} is a split of a run; name the run itself, {place.resolve().parent}")
+        raise ConfigError(f"{place} is inside a run folder; pass the run folder itself, {place.resolve().parent}")
     if (place / LOCK).exists():
-        raise ConfigError(f"{place} holds a run that has not begun, so there is nothing to report")
-    raise ConfigError(f"{place} is no run: it has no {RECIPE}; name a folder that vitrail train has made")
+        raise ConfigError(f"{place} holds a run that has not started, so there is nothing to report")
+    raise ConfigError(f"{place} is not a run: it has no {RECIPE}; pass a folder written by vitrail train")
 
 
-def _unmeasured(place: Path) -> str:
+def _why_not_evaluated(place: Path) -> str:
     if (place / "candidate.json").exists():
-        return "This run is a candidate of a sweep that another one won, so it never met the held-out images."
-    return "The run has not finished, so nothing has been measured on held-out images yet."
+        return "This run is a candidate of a sweep that was not selected, so it was not evaluated on the test split."
+    return "The run has not finished, so it has not been evaluated on held-out images yet."
 
 
 def _read(path: Path, kind: type[Model], what: str, faults: list[str]) -> tuple[Model | None, str]:
     content = _json(path, what, faults)
     if content is None:
-        state = "cannot be read" if path.exists() else "is not there"
-        return None, f"{path.name} {state}, so this split is left out."
+        state = "cannot be read" if path.exists() else "is missing"
+        return None, f"{path.name} {state}, so this section is left out."
     try:
         return kind.model_validate(content), ""
     except ValidationError:
-        strange = "is not as this version of vitrail writes it"
-        faults.append(f"{path} {strange}, so the report lacks {what}")
-        return None, f"{path.name} {strange}, so this split is left out."
+        fault = "was not written by this version of vitrail"
+        faults.append(f"{path} {fault}, so the report lacks {what}")
+        return None, f"{path.name} {fault}, so this section is left out."
 
 
 def _json(path: Path, what: str, faults: list[str]) -> dict[str, Any] | None:
-    """Return what a file of a run holds; where it is there and cannot be read, say what the report lacks."""
+    """Return the content of a JSON file of a run; if it exists but cannot be read, report what is missing."""
     try:
         content = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -266,7 +266,7 @@ def _provenance(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def settings(table: dict[str, Any], path: str = "") -> dict[str, Any]:
-    """Return every value of a recipe by its dotted name."""
+    """Flatten a recipe to dotted names."""
     found: dict[str, Any] = {}
     for name, value in table.items():
         found |= settings(value, f"{path}{name}.") if isinstance(value, dict) else {f"{path}{name}": value}

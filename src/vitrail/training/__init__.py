@@ -1,1 +1,1 @@
-"""Recipe to run."""
+"""Training: from a recipe to a run."""

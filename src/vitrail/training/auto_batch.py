@@ -1,4 +1,4 @@
-"""Making a run fit into memory: the batch that `batch = "auto"` finds, and what to do where memory runs out."""
+"""Fit a run into memory: resolve `batch = "auto"`, and suggest what to change when memory runs out."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -9,120 +9,122 @@ import torch
 import torch.distributed
 
 from vitrail.errors import ConfigError
-from vitrail.training.defaults import TrainingPlan, steps_said, with_batch
-from vitrail.training.memory import Forecast, Job, fits_really, forecast
+from vitrail.training.defaults import TrainingPlan, steps_per_epoch_text, with_batch
+from vitrail.training.memory import Forecast, Job, forecast, step_fits
 from vitrail.training.memory_limits import MemoryLimit, memory_limit
 from vitrail.training.recipe import read_recipe
 from vitrail.training.run_folder import RECIPE
 
 HOPELESS = 3
-"""How many times the memory there is a forecast must be for a run not to be begun at all."""
+"""A run whose forecast exceeds the available memory by this factor is not started at all."""
 FILLED = 0.85
-"""How much of the memory a batch that is chosen may fill: kernels, pieces and other programs need some, too."""
+"""Fraction of the memory that an automatic batch may fill; kernels, fragmentation and other programs need the rest."""
 
 
-def fit_batch_to_memory(job: Job, folder: Path, images: int, there: MemoryLimit) -> TrainingPlan:
-    """Settle a batch that is "auto" by the memory there is, for a run of so many images in this folder.
+def fit_batch_to_memory(job: Job, folder: Path, images: int, limit: MemoryLimit) -> TrainingPlan:
+    """Resolve a batch size of "auto" from the available memory.
 
-    Any other plan stays as it is. A run that goes on keeps the batch it began with, however much memory there is now.
+    Any other plan is returned unchanged. A resumed run keeps its batch size, however much memory is free now.
     """
     if job.plan.recipe.batch != "auto":
         return job.plan
-    if (began_with := _of_the_main_process(_recorded(folder), job.device)) > 0:
-        return with_batch(job.plan, began_with, images, "as this run began")
-    there = there._replace(free=_least(there.free, job.device))
+    if (recorded := _from_main(_recorded_batch(folder), job.device)) > 0:
+        return with_batch(job.plan, recorded, images, "as when this run started")
+    limit = limit._replace(free=_min_over_ranks(limit.free, job.device))
     unit = _unit(job.plan, job.processes, job.plan.recipe.gradient_accumulation)
     usual = batch = -(-job.plan.batch // unit) * unit
     needed = 0
     while True:
-        tried = job._replace(plan=with_batch(job.plan, batch, images, ""))
-        known = forecast(tried)
-        needed = needed or known.total
-        if known.total <= FILLED * there.free and _fits_everywhere(tried, known):
+        candidate = job._replace(plan=with_batch(job.plan, batch, images, ""))
+        estimate = forecast(candidate)
+        needed = needed or estimate.total
+        if estimate.total <= FILLED * limit.free and _fits_everywhere(candidate, estimate):
             break
         if batch == unit:
             raise ConfigError(
-                f"{there.place} has {_size(there.free)} for this run, and even the smallest batch, {unit}, needs about "
-                f"{_size(known.total)}; use {_other_remedies(job)}"
+                f"{limit.place} has {_size(limit.free)} for this run, and even the smallest batch, {unit}, needs about "
+                f"{_size(estimate.total)}; use {_other_remedies(job)}"
             )
         batch = _next_smaller(batch, unit)
-        while batch > unit and known.with_images(_at_once(job, batch), known.parts) > FILLED * there.free:
+        while (
+            batch > unit and estimate.with_images(_micro_batch(job, batch), estimate.accumulation) > FILLED * limit.free
+        ):
             batch = _next_smaller(batch, unit)
-    why = f"{steps_said(images, batch)}, which fits into {_size(there.free)}"
+    why = f"{steps_per_epoch_text(images, batch)}, which fits in {_size(limit.free)}"
     if batch < usual:
-        why = f"{usual} would need about {_size(needed)}, and {there.place} has {_size(there.free)} for this run"
+        why = f"{usual} would need about {_size(needed)}, and {limit.place} has {_size(limit.free)} for this run"
     return with_batch(job.plan, batch, images, why)
 
 
 @contextmanager
 def within_memory(job: Job, folder: Path, note: Callable[[str], None]) -> Iterator[None]:
-    """Say what the training inside will take, and, where memory runs out all the same, what would fit."""
-    known = forecast(job)
-    # The model and its average exist by now; only on a GPU does torch itself know what is held.
-    there = memory_limit(job.device, held=known.weights + known.average)
-    note(shown(known, there))
-    if known.total > HOPELESS * there.free:
-        raise ConfigError(_out_of_memory(job, known, there))
-    if known.total > there.free:
-        note(f"memory: that is more than there is; use {_remedies(job, known, there)}")
+    """Report the memory forecast of the training inside; if memory runs out, raise and suggest what would fit."""
+    estimate = forecast(job)
+    # The model and its average are already allocated; only on a GPU can torch report them.
+    limit = memory_limit(job.device, held=estimate.weights + estimate.average)
+    note(forecast_line(estimate, limit))
+    if estimate.total > HOPELESS * limit.free:
+        raise ConfigError(_out_of_memory(job, estimate, limit))
+    if estimate.total > limit.free:
+        note(f"memory: this exceeds what is available; use {_remedies(job, estimate, limit)}")
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not is_lack_of_memory(error):
+        if not is_out_of_memory(error):
             raise
-        saved = "; the last saved state is kept" if any((folder / "state").glob("[0-9]*")) else ""
-        raise ConfigError(f"{_out_of_memory(job, known, there)}{saved}") from None
+        saved = "; the last saved training state is kept" if any((folder / "state").glob("[0-9]*")) else ""
+        raise ConfigError(f"{_out_of_memory(job, estimate, limit)}{saved}") from None
 
 
-def _out_of_memory(job: Job, known: Forecast, there: MemoryLimit) -> str:
-    needs = f"about {_size(known.total)}" if known.total > there.free else "more"
+def _out_of_memory(job: Job, estimate: Forecast, limit: MemoryLimit) -> str:
+    needs = f"about {_size(estimate.total)}" if estimate.total > limit.free else "more"
     return (
-        f"out of memory: {there.place} has {_size(there.free)} for this run, and a batch of {job.plan.batch} needs "
-        f"{needs}; use {_remedies(job, known, there)}"
+        f"out of memory: {limit.place} has {_size(limit.free)} for this run, and a batch of {job.plan.batch} needs "
+        f"{needs}; use {_remedies(job, estimate, limit)}"
     )
 
 
-def is_lack_of_memory(error: Exception) -> bool:
-    """Tell whether an error means that memory ran out, on a GPU or on the machine."""
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error means that memory ran out, on a GPU or on the machine."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    words = r"can't allocate memory|not enough memory|out of memory"  # Linux, Windows, Apple's GPUs
+    words = r"can't allocate memory|not enough memory|out of memory"  # Linux, Windows, Apple GPUs
     return isinstance(error, RuntimeError) and re.search(words, str(error)) is not None
 
 
-def shown(known: Forecast, there: MemoryLimit) -> str:
-    """Return a forecast as one line."""
-    unit = 1e9 if known.total >= 1e9 else 1e6
-    parts = {
-        "weights": known.weights,
-        "gradients": known.gradients,
-        "optimiser": known.optimizer,
-        "average": known.average,
-        "images that stay there": known.resident,
-        "images in flight": known.in_flight,
+def forecast_line(estimate: Forecast, limit: MemoryLimit) -> str:
+    """Format a forecast as one line."""
+    unit = 1e9 if estimate.total >= 1e9 else 1e6
+    components = {
+        "weights": estimate.weights,
+        "gradients": estimate.gradients,
+        "optimizer": estimate.optimizer,
+        "average": estimate.average,
+        "images on the device": estimate.resident,
+        "activations": estimate.in_flight,
     }
-    listed = ", ".join(f"{name} {size / unit:.1f}" for name, size in parts.items() if size >= 0.05 * unit)
-    return f"memory: about {_size(known.total)} of {_size(there.free)} ({listed})"
+    listed = ", ".join(f"{name} {size / unit:.1f}" for name, size in components.items() if size >= 0.05 * unit)
+    return f"memory: about {_size(estimate.total)} of {_size(limit.free)} ({listed})"
 
 
-def _remedies(job: Job, known: Forecast, there: MemoryLimit) -> str:
-    """Say what would fit: a smaller batch, more parts, or less of everything."""
-    # Where memory ran out although the forecast fits, everything takes so much more than it says.
-    limit = FILLED * there.free / max(1.0, there.free / known.total)
-    batch, parts, found = job.plan.batch, known.parts, []
-    unit = _unit(job.plan, job.processes, parts)
+def _remedies(job: Job, estimate: Forecast, limit: MemoryLimit) -> str:
+    """Suggest what would fit: a smaller batch, more gradient accumulation, or a smaller model."""
+    # If memory ran out although the forecast fits, scale the budget down by how far the forecast was off.
+    budget = FILLED * limit.free / max(1.0, limit.free / estimate.total)
+    batch, accumulation, options = job.plan.batch, estimate.accumulation, []
+    unit = _unit(job.plan, job.processes, accumulation)
     smaller = batch
-    while smaller > unit and known.with_images(_at_once(job, smaller), parts) > limit:
+    while smaller > unit and estimate.with_images(_micro_batch(job, smaller), accumulation) > budget:
         smaller = _next_smaller(smaller, unit)
-    if smaller < batch and known.with_images(_at_once(job, smaller), parts) <= limit:
-        found.append(f"--set batch={smaller}")
-    more = 2 * parts
+    if smaller < batch and estimate.with_images(_micro_batch(job, smaller), accumulation) <= budget:
+        options.append(f"--set batch={smaller}")
+    more = 2 * accumulation
     while batch % _unit(job.plan, job.processes, more) == 0:
-        if known.with_images(batch // (job.processes * more), more) <= limit:
-            found.append(f"keep the batch and cut it with --set gradient_accumulation={more}")
+        if estimate.with_images(batch // (job.processes * more), more) <= budget:
+            options.append(f"keep the batch size with --set gradient_accumulation={more}")
             break
         more *= 2
-    return ", or ".join([*found, _other_remedies(job)])
+    return ", or ".join([*options, _other_remedies(job)])
 
 
 def _other_remedies(job: Job) -> str:
@@ -130,48 +132,48 @@ def _other_remedies(job: Job) -> str:
     return f"{checkpointing}a smaller model or image"
 
 
-def _unit(plan: TrainingPlan, processes: int, parts: int) -> int:
-    """Return what a batch must be a multiple of, so that every part of it is whole pairs of images."""
-    return 2 * processes * parts * plan.recipe.data.repeats
+def _unit(plan: TrainingPlan, processes: int, accumulation: int) -> int:
+    """Return what the batch size must be a multiple of, so that every micro-batch holds whole pairs of images."""
+    return 2 * processes * accumulation * plan.recipe.data.repeats
 
 
 def _next_smaller(batch: int, unit: int) -> int:
     return max(unit, batch // 2 // unit * unit)
 
 
-def _at_once(job: Job, batch: int) -> int:
+def _micro_batch(job: Job, batch: int) -> int:
     return max(1, batch // (job.processes * job.plan.recipe.gradient_accumulation))
 
 
-def _recorded(folder: Path) -> int:
-    """Return the batch of the run that lies in a folder, 0 where there is none."""
+def _recorded_batch(folder: Path) -> int:
+    """Return the batch size of the run in a folder, or 0 without a run."""
     if not (folder / RECIPE).exists():
         return 0
     batch = read_recipe(folder / RECIPE).batch
     return batch if isinstance(batch, int) else 0
 
 
-def _fits_everywhere(job: Job, known: Forecast) -> bool:
-    """Try a step for real where that is quick, on every process's own device."""
-    return _least(int(job.device.type != "cuda" or fits_really(job, known)), job.device) == 1
+def _fits_everywhere(job: Job, estimate: Forecast) -> bool:
+    """Run a real step on every rank's device where that is quick (CUDA)."""
+    return _min_over_ranks(int(job.device.type != "cuda" or step_fits(job, estimate)), job.device) == 1
 
 
-def _least(value: int, device: torch.device) -> int:
-    """Return the least that any of the processes has found."""
+def _min_over_ranks(value: int, device: torch.device) -> int:
+    """Return the minimum over all ranks."""
     if not torch.distributed.is_initialized():
         return value
-    shared = torch.tensor(value, dtype=torch.int64, device=device)
-    torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MIN)
-    return int(shared)
+    reduced = torch.tensor(value, dtype=torch.int64, device=device)
+    torch.distributed.all_reduce(reduced, torch.distributed.ReduceOp.MIN)
+    return int(reduced)
 
 
-def _of_the_main_process(value: int, device: torch.device) -> int:
-    """Return what the main process has found, which alone may see the folder."""
+def _from_main(value: int, device: torch.device) -> int:
+    """Return the value of the main process, the only one that may see the folder."""
     if not torch.distributed.is_initialized():
         return value
-    shared = torch.tensor(value, dtype=torch.int64, device=device)
-    torch.distributed.broadcast(shared, src=0)
-    return int(shared)
+    reduced = torch.tensor(value, dtype=torch.int64, device=device)
+    torch.distributed.broadcast(reduced, src=0)
+    return int(reduced)
 
 
 def _size(size: float) -> str:

@@ -1,4 +1,4 @@
-"""best/ of a run: whether it still is what the state says, and what becomes of one that is not."""
+"""The best/ checkpoint of a run: write it, verify it against the training state, recover it."""
 
 import copy
 from collections.abc import Callable
@@ -20,38 +20,38 @@ from vitrail.io import file_digest
 from vitrail.training.distributed import Ranks
 from vitrail.training.state import Progress, State, weights_at
 
-BEST, ASIDE, STATES = "best", "damaged-best", "state"
-Found = Literal["whole", "recovered", "lost"]
+BEST, ASIDE, STATES = "best", "corrupt-best", "state"
+BestStatus = Literal["intact", "recovered", "lost"]
 
 
 @dataclass(frozen=True, eq=False)
 class Best:
-    """Keeps the best model of a run. Only the main process sees the folder; what is found there, all are told."""
+    """The best model of a run. Only the main process touches the folder; it broadcasts what the others need."""
 
     run: Path
     state: State
     ranks: Ranks
     note: Callable[[str], None]
     bundle_of: Callable[[nn.Module, int], Bundle]
-    """Makes a bundle of a model and its step."""
+    """Builds a bundle from a model and its step."""
 
     @property
     def folder(self) -> Path:
-        """Where it lies."""
+        """The folder of the best checkpoint."""
         return self.run / BEST
 
     def save(self, bundle: Bundle) -> None:
-        """Write the best model, and into the state what tells whether it has stayed the same."""
+        """Write the best model, and record its digest in the training state."""
         save_in_run(bundle, self.folder)
         self.state.progress.best_digest = file_digest(self.folder / CONFIG)
 
     def write_card(self, bundle: Bundle) -> None:
-        """Write the model's card again; one that cannot be written is no reason to fail."""
+        """Rewrite the model card; failing to write it is not an error."""
         with suppress(OSError):
             bundle.write_card(self.folder)
 
     def load(self) -> Bundle:
-        """Return the best model, in every process."""
+        """Return the best model, on every rank."""
         with self.ranks.together():
             best = (
                 load(self.folder) if self.ranks.is_main else self.bundle_of(self.state.model, self.state.progress.step)
@@ -63,79 +63,82 @@ class Best:
             best = Bundle(best.model.eval(), best.preprocess, best.classes, provenance)
         return best
 
-    def check(self) -> Found:
-        """Tell whether best/ is the model that the state calls the best; where it is not, say so.
+    def check(self) -> BestStatus:
+        """Check that best/ is what the training state recorded, and log what is wrong.
 
-        Its weights are those of a state that is still there: it is written again. Else they are lost, and whoever asks
-        has to find another best model.
+        If a saved state still has its weights, best/ is rewritten from them. Otherwise they are lost, and the caller
+        has to choose another best model.
         """
         progress = self.state.progress
         if not progress.best_step:
-            return "whole"
+            return "intact"
         with self.ranks.together():
-            said = self._recovered() if self.ranks.is_main else None
-        found, what = self.ranks.from_main(said) or ("whole", "")
-        if what:
-            self.note(what)
-        if found == "lost":
-            progress.best_step = 0  # so that the next model measured is the best one, whatever it reaches
-        return found
+            outcome = self._recovered() if self.ranks.is_main else None
+        status, message = self.ranks.from_main(outcome) or ("intact", "")
+        if message:
+            self.note(message)
+        if status == "lost":
+            progress.best_step = 0  # the next validated model becomes the best, whatever its score
+        return status
 
-    def _recovered(self) -> tuple[Found, str] | None:
-        """Return None where best/ is as it should be; else what has become of it, and what is to be said."""
+    def _recovered(self) -> tuple[BestStatus, str] | None:
+        """Return None if best/ is intact; else its status after recovery and a message."""
         progress = self.state.progress
         fault = best_fault(self.folder, progress)
         if fault is None:
             return None
-        aside = put_aside(self.folder)
-        said = fault if aside is None else f"{fault}, so it was put aside as {aside.name}/"
+        aside = move_aside(self.folder)
+        message = fault if aside is None else f"{fault}, so it was moved to {aside.name}/"
         averaged = self.state.average is not None
         weights = weights_at(self.run / STATES, progress.best_step, averaged=averaged)
         if weights is None:
             return "lost", (
-                f"{said}; the best weights, those of step {progress.best_step:,}, are lost, and the "
-                f"{'averaged ' if averaged else ''}weights of step {progress.step:,} take their place"
+                f"{message}; the best weights, from step {progress.best_step:,}, are lost and replaced by the "
+                f"{'averaged ' if averaged else ''}weights of step {progress.step:,}"
             )
         model = copy.deepcopy(self.state.model).cpu()
         model.load_state_dict(weights)
         self.save(self.bundle_of(model, progress.best_step))
-        return "recovered", (f"{said}; the state still had the weights of step {progress.best_step:,}: nothing is lost")
+        return (
+            "recovered",
+            f"{message}; restored from the training state of step {progress.best_step:,}: nothing is lost",
+        )
 
 
 def save_in_run(bundle: Bundle, folder: Path) -> None:
-    """Write a bundle into the run folder it lies in, with the digests of the images that the run trains on."""
+    """Write a bundle into its run folder, together with the digests of the training images."""
     with atomic_folder(folder, overwrite=True) as temporary:
         bundle.write(temporary)
         carry_contents(folder.parent, temporary)
 
 
 def best_fault(place: Path, progress: Progress) -> str | None:
-    """Say what is wrong with best/, None where it is what the state has written down."""
+    """Return what is wrong with best/, or None if it matches the training state."""
     if not place.is_dir():
         return f"{place} is missing"
     try:
         config = read_json(place / CONFIG)
         if not is_bundle(config):
-            return f"{place / CONFIG} is not that of a bundle"
+            return f"{place / CONFIG} is not the config of a bundle"
         check_weights(place, config["vitrail"])
-        known = file_digest(place / CONFIG) == progress.best_digest
+        unchanged = file_digest(place / CONFIG) == progress.best_digest
     except (OSError, CheckpointError) as error:
         return f"{place} cannot be used ({error})"
-    if known or _is_of_later(config["vitrail"], progress):
+    if unchanged or _is_newer(config["vitrail"], progress):
         return None
-    return f"{place} is not what the run wrote there: {CONFIG} has changed"
+    return f"{place} is not what the run wrote: {CONFIG} has changed"
 
 
-def _is_of_later(ours: dict[str, object], progress: Progress) -> bool:
-    """Tell whether a run was killed after it wrote best/ and before its state: resumed, it writes the same again."""
+def _is_newer(ours: dict[str, object], progress: Progress) -> bool:
+    """Whether the run was killed between writing best/ and its state; a resumed run writes the same best/ again."""
     provenance = ours.get("provenance")
     trained = provenance.get("trained") if isinstance(provenance, dict) else None
     step = trained.get("step") if isinstance(trained, dict) else None
     return not progress.finished and isinstance(step, int) and step > progress.step
 
 
-def put_aside(place: Path) -> Path | None:
-    """Keep what cannot be used under another name, because somebody may have changed it on purpose; None: not there."""
+def move_aside(place: Path) -> Path | None:
+    """Rename an unusable folder instead of deleting it: someone may have changed it on purpose; None if absent."""
     if not (place.exists() or place.is_symlink()):
         return None
     names = (place.with_name(ASIDE if number == 1 else f"{ASIDE}-{number}") for number in count(1))
@@ -143,4 +146,4 @@ def put_aside(place: Path) -> Path | None:
     try:
         return place.rename(aside)
     except OSError as error:
-        raise CheckpointError(f"{place} could not be put aside: {error.strerror or error}") from None
+        raise CheckpointError(f"{place} could not be moved aside: {error.strerror or error}") from None

@@ -1,4 +1,4 @@
-"""Watching a run: two lines that keep themselves up to date on a terminal, plain lines elsewhere; notes in log.txt."""
+"""Console output of a run: a two-line live display on a terminal, plain lines elsewhere; messages go to log.txt."""
 
 import sys
 import time
@@ -16,26 +16,26 @@ from vitrail.training.criterion import COLUMNS, TITLES, Criterion
 from vitrail.training.defaults import ResolvedDefault
 from vitrail.training.display import Status, defaults_lines, defaults_table
 
-EVERY = 15.0
-"""Seconds between two plain lines."""
-REFRESHED = 0.1
-"""Seconds between two changes of the display."""
+PLAIN_INTERVAL = 15.0
+"""Seconds between plain progress lines."""
+REFRESH_INTERVAL = 0.1
+"""Seconds between refreshes of the live display."""
 WITHIN_ERROR = "kept: within one standard error of the best, and trained for longer"
 
 
 class RunConsole:
-    """Shows a run to a person."""
+    """Prints the progress of a run and keeps its log."""
 
     def __init__(
-        self, folder: Path, *, quiet: bool = False, compiled: bool = False, said: set[str] | None = None
+        self, folder: Path, *, quiet: bool = False, compiled: bool = False, printed: set[str] | None = None
     ) -> None:
-        """`said`: what earlier runs on the same data have shown, which this one only logs; it is added to."""
+        """`printed`: messages about the data that earlier runs printed; this run only logs those, and adds its own."""
         self.log = (folder / "log.txt").open("a", encoding="utf-8")
         self.quiet = quiet
-        self.said = set() if said is None else said
+        self.printed = set() if printed is None else printed
         self.console = Console(stderr=True, highlight=False)
         self.status = Status(compiled=compiled)
-        # It has no thread of its own: processes that read images are forked while it shows.
+        # No refresh thread: data workers are forked while the display is live.
         self.live = Live(self.status, console=self.console, auto_refresh=False, transient=True)
         self.on_terminal = self.console.is_terminal and not quiet
         self.shown = time.monotonic()
@@ -50,37 +50,37 @@ class RunConsole:
         self.log.close()
 
     def note(self, text: str) -> None:
-        """Say something once."""
+        """Print and log a message."""
         text = printable(text)
-        self._say(text, Text(text), wrap=False)  # a path that is broken into lines cannot be copied
+        self._print(text, Text(text), wrap=False)  # a wrapped path cannot be copied
 
-    def of_data(self, text: str, *, loud: bool = False) -> None:
-        """Say something that is true of the data, whatever the settings: once, however many runs a sweep has."""
+    def data_note(self, text: str, *, loud: bool = False) -> None:
+        """Print a message about the data: only once, however many runs a sweep has."""
         text = printable(f"WARNING: {text}" if loud else text)
-        self._say(text, Text(text, "bold yellow" if loud else ""), wrap=False, shown=text not in self.said)
-        self.said.add(text)
+        self._print(text, Text(text, "bold yellow" if loud else ""), wrap=False, shown=text not in self.printed)
+        self.printed.add(text)
 
     def defaults(self, defaults: Sequence[ResolvedDefault]) -> None:
-        """Say what was chosen and why."""
+        """Print the resolved defaults with their reasons."""
         if defaults:
-            self._say("\n".join(defaults_lines(defaults)), defaults_table(defaults))
+            self._print("\n".join(defaults_lines(defaults)), defaults_table(defaults))
 
     def warning(self, text: str) -> None:
-        """Say loudly, on a line of its own, what must not be overlooked."""
+        """Print a warning that stands out."""
         text = printable(f"WARNING: {text}")
-        self._say(text, Text(text, "bold yellow"), wrap=False)
+        self._print(text, Text(text, "bold yellow"), wrap=False)
 
     def result(self, text: str) -> None:
-        """Say how good the model is; nothing comes after it."""
+        """Print the final result and stop the live display."""
         self.live.stop()
         text = printable(text)
-        self._say(text, Text(text, "bold"))
+        self._print(text, Text(text, "bold"))
 
     def step(self, row: dict[str, Any]) -> None:
-        """Move on by a step."""
+        """Show the metrics of a step."""
         self.status.update(row)
         since = time.monotonic() - self.shown
-        if self.quiet or since < (REFRESHED if self.on_terminal else EVERY):
+        if self.quiet or since < (REFRESH_INTERVAL if self.on_terminal else PLAIN_INTERVAL):
             return
         self.shown = time.monotonic()
         if self.on_terminal:
@@ -89,48 +89,48 @@ class RunConsole:
         else:
             print(self.status, file=sys.stderr, flush=True)
 
-    def measured(self, row: dict[str, Any]) -> None:
-        """Say what the validation split came to."""
+    def validation(self, row: dict[str, Any]) -> None:
+        """Print the validation metrics."""
         criterion: Criterion = row["criterion"]
         star = ""
         if row["best"] == row["step"]:
             star = "  (best so far)" if row["highest"] else f"  ({WITHIN_ERROR})"
         by = f", {TITLES[criterion]} {row[COLUMNS[criterion]]:.1%}" if criterion not in ("accuracy", "loss") else ""
-        said = f"{row['val_top1']:.1%} on the validation split{by}, loss {row['val_loss']:.3f}"
-        self.note(f"step {row['step']:,}: {said}{star}")
+        metrics = f"accuracy {row['val_top1']:.1%} on the validation split{by}, loss {row['val_loss']:.3f}"
+        self.note(f"step {row['step']:,}: {metrics}{star}")
 
     @property
-    def waited_share(self) -> float | None:
-        """The share of the time that was spent waiting for images; None where nothing was trained."""
-        return self.status.waited_share if self.status.row else None
+    def waiting_fraction(self) -> float | None:
+        """Fraction of the time spent waiting for data; None if no step was taken."""
+        return self.status.waiting_fraction if self.status.row else None
 
-    def _say(self, plain: str, fine: RenderableType, *, wrap: bool = True, shown: bool = True) -> None:
+    def _print(self, plain: str, rich_text: RenderableType, *, wrap: bool = True, shown: bool = True) -> None:
         self.log.write(f"{plain}\n")
         self.log.flush()
         if not shown:
             return
         if self.on_terminal:
-            self.console.print(fine, soft_wrap=not wrap)
+            self.console.print(rich_text, soft_wrap=not wrap)
         elif not self.quiet:
             self.console.print(plain, markup=False, soft_wrap=True)
 
 
 class SilentConsole:
-    """Shows nothing: what a process has that is not the main one."""
+    """The console of every rank but the main one: prints nothing."""
 
-    waited_share = None
+    waiting_fraction = None
 
     def note(self, text: str) -> None:
-        """Say nothing."""
+        """Do nothing."""
 
     def step(self, row: dict[str, Any]) -> None:
-        """Say nothing."""
+        """Do nothing."""
 
-    def measured(self, row: dict[str, Any]) -> None:
-        """Say nothing."""
+    def validation(self, row: dict[str, Any]) -> None:
+        """Do nothing."""
 
     def warning(self, text: str) -> None:
-        """Say nothing."""
+        """Do nothing."""
 
     def result(self, text: str) -> None:
-        """Say nothing."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""The criterion: the number of the validation split that picks the best checkpoint, and the best run of a sweep."""
+"""The criterion: the validation metric that selects the best checkpoint, and the best run of a sweep."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ COLUMNS: dict[Criterion, str] = {
     "macro_f1": "val_macro_f1",
     "loss": "val_loss",
 }
-"""What the journal calls the number of each criterion."""
+"""The key of each criterion in the metrics file."""
 TITLES: dict[Criterion, str] = {
     "accuracy": "accuracy",
     "balanced_accuracy": "balanced accuracy",
@@ -24,16 +24,16 @@ TITLES: dict[Criterion, str] = {
     "loss": "loss",
 }
 TIE = 1e-6
-"""How much of the loss is taken off a score, so that it decides between equals."""
+"""Weight of the loss in a score, so that it breaks ties."""
 
 
-def default_criterion(*, classes_count_alike: bool) -> Criterion:
-    """Return what a recipe that names no criterion is judged by: who weights classes wants every class to count."""
-    return "balanced_accuracy" if classes_count_alike else "accuracy"
+def default_criterion(*, class_balanced: bool) -> Criterion:
+    """Return the default criterion: balanced accuracy if classes are balanced or weighted, else accuracy."""
+    return "balanced_accuracy" if class_balanced else "accuracy"
 
 
-def validated(predictions: Predictions) -> dict[str, float]:
-    """Return every number that can be the criterion, as the journal calls it."""
+def validation_metrics(predictions: Predictions) -> dict[str, float]:
+    """Return every metric that can be the criterion, by its key in the metrics file."""
     probabilities, labels = predictions.probabilities, predictions.labels
     predicted = probabilities.argmax(axis=1)
     matrix = confusion_matrix(labels, predicted, probabilities.shape[1])
@@ -46,28 +46,28 @@ def validated(predictions: Predictions) -> dict[str, float]:
 
 
 def score(row: Mapping[str, Any], criterion: Criterion) -> float:
-    """Return how good a row of the journal is: the larger the better, the loss deciding between equals."""
+    """Return the score of a row of the metrics file: higher is better, the loss breaks ties."""
     loss = float(row["val_loss"])
     return -loss if criterion == "loss" else float(row[COLUMNS[criterion]]) - TIE * loss
 
 
 def as_good(reached: float, highest: float, criterion: Criterion, images: int) -> bool:
-    """Tell whether a score is as good as the highest: lower by at most its standard error on that many images.
+    """Whether a score is as good as the highest: lower by at most its standard error on that many images.
 
-    Few validation images cannot tell two checkpoints apart that differ by less, and then the one that was trained for
-    longer is the better bet. Only the lowest loss is good enough: it does grow when a run is too long.
+    A small validation split cannot separate checkpoints that differ by less, and then the one trained longer is the
+    better choice. For the loss only the lowest counts, because it does rise when a run is too long.
     """
     if criterion == "loss":
         return reached > highest
-    # Two hits and two misses more (Agresti and Coull), so that all right, or all wrong, is not taken for certain.
-    rate = (min(max(highest, 0.0), 1.0) * images + 2) / (images + 4)
-    return reached >= highest - math.sqrt(rate * (1 - rate) / images)
+    # Add two successes and two failures (Agresti and Coull), so that 0% and 100% have a standard error, too.
+    accuracy = (min(max(highest, 0.0), 1.0) * images + 2) / (images + 4)
+    return reached >= highest - math.sqrt(accuracy * (1 - accuracy) / images)
 
 
 def shared_criterion(criteria: Iterable[Criterion]) -> Criterion:
-    """Return the one criterion that several runs are compared by.
+    """Return the one criterion to compare several runs by.
 
-    They differ only where one of them weights classes by itself: then all are compared by balanced accuracy.
+    They differ only if some of the runs weight classes; then all are compared by balanced accuracy.
     """
-    found = set(criteria)
-    return found.pop() if len(found) == 1 else "balanced_accuracy"
+    distinct = set(criteria)
+    return distinct.pop() if len(distinct) == 1 else "balanced_accuracy"

@@ -1,4 +1,4 @@
-"""curves.png: how a run went, in one image that can be read at a glance."""
+"""curves.png: the training curves of a run in one image."""
 
 import math
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from vitrail.training.run_folder import whole
 
-# Okabe and Ito's colours, which everyone can tell apart; ink and lines are quieter than black.
-TRAIN, VAL, RATE, GRADIENT = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+# The Okabe-Ito palette, safe for colour-blind readers; text and lines are softer than black.
+TRAIN, VAL, LEARNING_RATE, GRADIENT = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 INK, QUIET, GRID = "#222222", "#666666", "#E6E6E6"
 NOTE_SIZE = 8.5
 DRAWN_POINTS = 4000
-"""More points of a curve than this cannot be seen."""
+"""Points to draw per curve; more cannot be seen."""
 STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so the image is the same everywhere
     "font.size": 11,
@@ -46,7 +46,7 @@ STYLE: dict[str, Any] = {
 
 
 class Curve(NamedTuple):
-    """A number over the steps."""
+    """A metric over the steps."""
 
     steps: NDArray[np.float64]
     values: NDArray[np.float64]
@@ -55,7 +55,7 @@ class Curve(NamedTuple):
         return len(self.steps)
 
     def smooth(self) -> "Curve":
-        """Return the mean over a twentieth of the run around each step, which unlike a running mean does not lag."""
+        """Return a centred moving average over a twentieth of the run, which does not lag."""
         half = len(self) // 40
         sums = np.concatenate([[0.0], np.cumsum(self.values)])
         first = np.maximum(np.arange(len(self)) - half, 0)
@@ -63,37 +63,37 @@ class Curve(NamedTuple):
         return Curve(self.steps, (sums[behind] - sums[first]) / (behind - first))
 
     def thinned(self) -> "Curve":
-        """Return no more points than can be seen; the last one is among them."""
+        """Return at most DRAWN_POINTS points, including the last one."""
         every = -(-len(self) // DRAWN_POINTS) or 1
         return Curve(self.steps[::-1][::every][::-1], self.values[::-1][::every][::-1])
 
     def later(self) -> NDArray[np.float64]:
-        """Return the values without the first tenth of the run, which is unlike the rest."""
+        """Return the values without the first tenth of the run, which would stretch the axis."""
         return self.values[self.steps >= self.steps[-1] / 10] if len(self) else self.values
 
 
 def curve(rows: Sequence[dict[str, Any]], name: str) -> Curve:
-    """Return a number of the journal over the steps, where it is there and finite."""
+    """Return a metric over the steps, skipping missing and non-finite values."""
     found = [(row["step"], row[name]) for row in rows if math.isfinite(row.get(name, math.nan))]
     points = np.array(found, np.float64).reshape(-1, 2)
     return Curve(points[:, 0], points[:, 1])
 
 
 def draw_curves(rows: Sequence[dict[str, Any]], path: Path, note: Sequence[str] = ()) -> None:
-    """Draw the rows of a journal, with lines that say which losses these are; without rows nothing is drawn."""
+    """Draw the rows of a metrics file; `note` says how the two losses differ. Without rows, draw nothing."""
     if rows:
         with whole(path) as temporary:
             curves_figure(rows, path.parent.name, note).savefig(temporary, format="png")
 
 
 def curves_figure(rows: Sequence[dict[str, Any]], name: str, note: Sequence[str] = ()) -> Any:
-    """Return the drawing as matplotlib's figure; `name` is what the run is called, `note` stands beside the losses."""
+    """Return the curves as a matplotlib figure; `name` is the run's name, `note` is printed beside the loss."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     with rc_context(STYLE):
         figure = Figure(figsize=(11, 7), dpi=120, facecolor="white")
-        loss, accuracy, rate, gradient = figure.subplots(
+        loss, accuracy, lr, gradient = figure.subplots(
             2, 2, sharex=True, height_ratios=(3, 1), gridspec_kw={"hspace": 0.28, "wspace": 0.16}
         ).flat
         figure.subplots_adjust(left=0.065, right=0.965, top=0.835, bottom=0.085)
@@ -103,30 +103,30 @@ def curves_figure(rows: Sequence[dict[str, Any]], name: str, note: Sequence[str]
         _draw_loss(loss, rows)
         loss.set_title("\n".join(note), loc="right", fontsize=NOTE_SIZE, fontweight="normal", color=QUIET)
         _draw_accuracy(accuracy, rows)
-        _draw_small(rate, curve(rows, "lr"), "Learning rate", RATE, noisy=False)
+        _draw_small(lr, curve(rows, "lr"), "Learning rate", LEARNING_RATE, noisy=False)
         _draw_small(gradient, curve(rows, "gradient_norm"), "Gradient norm", GRADIENT, noisy=True)
-        _steps_axis((rate, gradient), max(row["step"] for row in rows))
+        _steps_axis((lr, gradient), max(row["step"] for row in rows))
     return figure
 
 
 def headlines(rows: Sequence[dict[str, Any]], name: str) -> tuple[str, str]:
-    """Return how good the run is, and the other numbers at its end."""
+    """Return the title (accuracy of the best checkpoint) and the subtitle (final numbers)."""
     top1, steps = curve(rows, "val_top1"), max(row["step"] for row in rows)
     if len(top1):
-        step, share = _best(rows, top1)
-        head = f"{share:.1%} on the validation split at step {step:,} of {steps:,}, which is kept"
+        step, accuracy = _best(rows, top1)
+        head = f"{accuracy:.1%} accuracy on the validation split at step {step:,} of {steps:,}, the kept checkpoint"
     else:
-        head = f"Step {steps:,}, the validation split not yet measured"
-    said = [name if len(name) <= 40 else f"{name[:39]}…"]
+        head = f"Step {steps:,}, not yet validated"
+    facts = [name if len(name) <= 40 else f"{name[:39]}…"]
     epochs, losses, val = curve(rows, "epoch"), curve(rows, "loss"), curve(rows, "val_loss")
-    said += [f"{epochs.values[-1]:.1f} epochs"] if len(epochs) else []
-    said += [f"training loss {losses.smooth().values[-1]:.3f} at the end"] if len(losses) else []
-    said += [f"val loss {val.values[-1]:.3f} at the end"] if len(val) else []
-    return head, "   ·   ".join(said)
+    facts += [f"{epochs.values[-1]:.1f} epochs"] if len(epochs) else []
+    facts += [f"training loss {losses.smooth().values[-1]:.3f} at the end"] if len(losses) else []
+    facts += [f"validation loss {val.values[-1]:.3f} at the end"] if len(val) else []
+    return head, "   ·   ".join(facts)
 
 
 def _best(rows: Sequence[dict[str, Any]], top1: Curve) -> tuple[int, float]:
-    """Return the step of the model that is kept, and how good it was."""
+    """Return the step of the best checkpoint and its accuracy."""
     kept = next((row["best"] for row in reversed(rows) if "best" in row), None)
     at = np.flatnonzero(top1.steps == kept)
     place = int(at[-1]) if len(at) else int(top1.values.argmax())
@@ -158,11 +158,11 @@ def _draw_accuracy(panel: Any, rows: Sequence[dict[str, Any]]) -> None:
     _line(panel, training, TRAIN, label="training, as augmented")
     _line(panel, val, VAL, label="validation split", marks=True)
     if len(val):
-        step, share = _best(rows, val)
-        panel.vlines(step, 0, share, color=VAL, linewidth=1, linestyle=(0, (2, 3)), zorder=1)
+        step, best = _best(rows, val)
+        panel.vlines(step, 0, best, color=VAL, linewidth=1, linestyle=(0, (2, 3)), zorder=1)
         panel.plot(
-            [step], [share], marker="*", markersize=17, color=VAL, markeredgecolor="white", linestyle="none",
-            label=f"kept: {share:.1%} at step {step:,}", zorder=5, clip_on=False,
+            [step], [best], marker="*", markersize=17, color=VAL, markeredgecolor="white", linestyle="none",
+            label=f"kept: {best:.1%} at step {step:,}", zorder=5, clip_on=False,
         )  # fmt: skip
     panel.set_title("Accuracy")
     later = np.concatenate([training.later(), val.later()])
@@ -197,7 +197,7 @@ def _line(
     alpha: float = 1.0,
     marks: bool = False,
 ) -> None:
-    """Draw a curve; a single point, and what was measured now and then, gets marks."""
+    """Draw a curve; single points and sparse curves get markers."""
     if not len(points):
         return
     marked = len(points) == 1 or (marks and len(points) <= 60)
@@ -210,7 +210,7 @@ def _line(
 
 
 def _logarithmic(panel: Any, shown: NDArray[np.float64]) -> None:
-    """Use a logarithmic axis with ticks a person would choose: 0.1, 0.2, 0.5, 1."""
+    """Use a logarithmic axis with round ticks: 0.1, 0.2, 0.5, 1."""
     from matplotlib.ticker import FixedLocator, NullLocator
 
     panel.set_yscale("log")
@@ -239,7 +239,7 @@ def _legend(panel: Any, place: str) -> None:
 
 
 def _short(number: float) -> str:
-    """Write a number as a person would: 0.5, but 5e-4."""
+    """Format a number briefly: 0.5, but 5e-4."""
     if not number or 0.01 <= abs(number) < 10_000:
         return f"{number:g}"
     digits, _, power = f"{number:.2e}".partition("e")

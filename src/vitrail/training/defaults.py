@@ -1,4 +1,4 @@
-"""What a recipe leaves open, chosen for the data and the model, each with its reason."""
+"""Resolve what a recipe leaves unset from the data and the model, each with a reason."""
 
 import math
 from typing import Any, NamedTuple
@@ -18,38 +18,38 @@ from vitrail.models.checks import per_token
 from vitrail.models.config import ConvLayer, ViTConfig
 from vitrail.models.variants import PAPER, variant_config
 from vitrail.training.criterion import Criterion
-from vitrail.training.finetune_init import FinetuneInit, planned_model
+from vitrail.training.finetune_init import FinetuneInit, planned_config
 from vitrail.training.recipe import Recipe
 from vitrail.training.schedules import learning_rate
 
-LOOKED_AT = 64
-"""How many images are opened to see what they are like."""
+SAMPLED_IMAGES = 64
+"""Number of images to open when describing the data."""
 TINY_SIDE, SMALL_SIDE = 16, 40
-"""Images up to these sides are drawings or thumbnails; larger ones are photographs."""
+"""Images up to these sides count as tiny or small; larger ones as photos."""
 FEW_PHOTOS = 2_000
-"""Fewer photographs than these teach two blocks as much as four, in three quarters of the time, at half the learning
-rate; a CPU spends what is saved on more steps (benchmarks/LOG.md)."""
+"""With fewer photos, two blocks learn as much as four in three quarters of the time, at half the learning rate; on a
+CPU the time saved goes into more steps (benchmarks/LOG.md)."""
 NARROW, SMALL_WIDTH = 128, 256
-"""Fresh models up to the first width, and trained ones up to the second, bear a higher learning rate."""
-MUON_FASTER = 2.5
-"""How many times AdamW's rate suits Muon: on CIFAR-10 a fresh model, 128 wide, learned better at 0.005 than at 0.002,
-and one that is 384 wide better at 0.0025 than at 0.005."""
+"""Models up to these widths (from scratch, pretrained) tolerate a higher learning rate."""
+MUON_LR_FACTOR = 2.5
+"""Muon's learning rate relative to AdamW's: on CIFAR-10, from scratch, width 128 trained better at 0.005 than at 0.002,
+and width 384 better at 0.0025 than at 0.005."""
 
 
 class DataFacts(NamedTuple):
-    """What the images to train on are like."""
+    """Properties of the training images."""
 
     images: int
     classes: tuple[str, ...]
     side: int
-    """The middle of their shorter sides, in pixels."""
+    """Median of the shorter sides, in pixels."""
     grey: bool
     device: str = "cpu"
-    """What the run computes on: "cpu", "cuda" or "mps". On a CPU a model has to be small to be done in minutes."""
+    """Device type: "cpu", "cuda" or "mps". On a CPU the model has to be small to train in minutes."""
 
 
 class ResolvedDefault(NamedTuple):
-    """Something that was left open, and how it was settled."""
+    """A field that was left unset, the value chosen for it, and why."""
 
     field: str
     value: Any
@@ -57,27 +57,27 @@ class ResolvedDefault(NamedTuple):
 
 
 class TrainingPlan(NamedTuple):
-    """A recipe with nothing left open, and what follows from it."""
+    """A fully resolved recipe, and what follows from it."""
 
     recipe: Recipe
-    """Only a batch that is "auto" is still open, until `fitting.settle_batch`: the run's folder is named before it."""
+    """Only `batch = "auto"` is resolved later, by `fit_batch_to_memory`: it must not change the folder's name."""
     model: ViTConfig
     preprocess: Preprocess
     batch: int
-    """Where the recipe's is "auto": the most it can become."""
+    """If the recipe's batch is "auto": its upper bound."""
     steps: int
-    rate: float
-    """The highest learning rate."""
+    peak_lr: float
+    """The peak learning rate."""
     augmentation: Augmentation
     mixing: Mixing
     defaults: list[ResolvedDefault]
 
 
 def describe_data(source: Source, device: str = "cpu") -> DataFacts:
-    """Open a few images, spread over the source, to see what they are like."""
+    """Describe the data from a few images, spread evenly over the source."""
     sides: list[int] = []
     grey: list[bool] = []
-    for index in np.linspace(0, len(source) - 1, min(LOOKED_AT, len(source))).astype(int).tolist():
+    for index in np.linspace(0, len(source) - 1, min(SAMPLED_IMAGES, len(source))).astype(int).tolist():
         try:
             stored = source.read(index)
             image = open_image(stored)
@@ -88,43 +88,43 @@ def describe_data(source: Source, device: str = "cpu") -> DataFacts:
         except DataError:
             continue
     if not sides:
-        raise DataError("none of the images that were tried can be read; look at them with vitrail check")
+        raise DataError("none of the sampled images can be read; run vitrail check on the data")
     return DataFacts(len(source), source.classes, int(np.median(sides)), all(grey), device)
 
 
 def resolve_defaults(recipe: Recipe, facts: DataFacts, pretrained: Bundle | None) -> TrainingPlan:
-    """Settle what a recipe leaves open."""
+    """Resolve every field that a recipe leaves unset."""
     defaults: list[ResolvedDefault] = []
     model = _model(recipe, facts, pretrained, defaults)
-    if refusal := per_token(model):
-        raise ConfigError(refusal)
+    if fault := per_token(model):
+        raise ConfigError(fault)
     preprocess = _preprocess(recipe, model, pretrained)
     batch = recipe.batch if isinstance(recipe.batch, int) else _batch(recipe, facts, defaults)
     epochs = recipe.epochs
     if epochs is None and recipe.steps is None:
         epochs = _epochs(facts, pretrained, defaults)
-    rate = _rate(recipe, facts, model, pretrained, defaults) if recipe.optimizer.lr is None else recipe.optimizer.lr
+    lr = _lr(recipe, facts, model, pretrained, defaults) if recipe.optimizer.lr is None else recipe.optimizer.lr
     augmentation = _augmentation(facts, defaults) if recipe.augmentation is None else recipe.augmentation
     mixing = _mixing(facts, defaults) if recipe.mixing is None else recipe.mixing
     if recipe.data.on_device:
         check_on_device(augmentation)
-    settled = recipe.replace(
+    resolved = recipe.replace(
         model=_written(model),
         batch="auto" if recipe.batch == "auto" else batch,
         epochs=epochs,
-        optimizer=recipe.optimizer.replace(lr=rate),
+        optimizer=recipe.optimizer.replace(lr=lr),
         augmentation=augmentation,
         mixing=mixing,
         pretrained=recipe.pretrained if pretrained is None else recipe.pretrained or FinetuneInit(),
         criterion=_criterion(recipe, defaults),
     )
-    steps = _steps(settled, facts.images, batch)
-    learning_rate(settled.schedule, 0, steps, rate)  # refuses a schedule that does not fit, before anything is written
-    return TrainingPlan(settled, model, preprocess, batch, steps, rate, augmentation, mixing, defaults)
+    steps = _steps(resolved, facts.images, batch)
+    learning_rate(resolved.schedule, 0, steps, lr)  # raises if the schedule does not fit, before anything is written
+    return TrainingPlan(resolved, model, preprocess, batch, steps, lr, augmentation, mixing, defaults)
 
 
 def with_batch(plan: TrainingPlan, batch: int, images: int, reason: str) -> TrainingPlan:
-    """Settle a batch that was "auto", in a plan for so many images."""
+    """Return the plan with its "auto" batch size resolved."""
     recipe = plan.recipe.replace(batch=batch)
     defaults = [*plan.defaults, ResolvedDefault("batch", batch, reason)]
     return plan._replace(recipe=recipe, batch=batch, steps=_steps(recipe, images, batch), defaults=defaults)
@@ -137,7 +137,7 @@ def _steps(recipe: Recipe, images: int, batch: int) -> int:
 
 
 def _written(model: ViTConfig) -> dict[str, Any]:
-    """Return every field of a model that is set, fit for TOML: one left out would be chosen anew, on another device."""
+    """Return every set field of a model for TOML; an omitted field could resolve differently on another device."""
     return {name: value for name, value in model.model_dump(mode="json").items() if value is not None}
 
 
@@ -147,33 +147,33 @@ def _model(recipe: Recipe, facts: DataFacts, pretrained: Bundle | None, defaults
     paper = fields.pop("paper", False)
     if not isinstance(paper, bool) or (paper and pretrained is not None):
         raise ConfigError(
-            f"model.paper is {paper!r}; it is true for a fresh model as the ViT paper has it, else left out"
+            f"model.paper is {paper!r}; set it to true to train the ViT paper's model from scratch, or leave it out"
         )
-    if paper and "name" not in fields:  # a named model is the paper's already
+    if paper and "name" not in fields:  # named models already follow the paper
         fields = {**PAPER, **fields}
     if fields.get("classes", classes) != classes:
         raise ConfigError(f"model.classes is {fields['classes']}, but the data has {classes} classes; leave it out")
     if pretrained is not None:
         if "name" in fields:
-            raise ConfigError("model.name and a model to start from contradict each other; leave one of them out")
-        return planned_model(pretrained, recipe.pretrained or FinetuneInit(), fields, classes)
+            raise ConfigError("model.name cannot be combined with a pretrained model; leave one of them out")
+        return planned_config(pretrained, recipe.pretrained or FinetuneInit(), fields, classes)
     name = fields.pop("name", None)
     if name is not None:
         return variant_config(name).replace(**{**fields, "classes": classes})
     return ViTConfig.model_validate({**_small_model(facts, fields, defaults), **fields, "classes": classes})
 
 
-def _small_model(facts: DataFacts, given: dict[str, Any], defaults: list[ResolvedDefault]) -> dict[str, Any]:
-    """Return a model that learns from little data in little time, around those of its fields that are given."""
+def _small_model(facts: DataFacts, fields: dict[str, Any], defaults: list[ResolvedDefault]) -> dict[str, Any]:
+    """Return a model that trains quickly on little data; `fields` are those already set."""
     tiny, small, on_cpu = facts.side <= TINY_SIDE, facts.side <= SMALL_SIDE, facts.device == "cpu"
-    patch = _pair(given.get("patch_size"), 2 if tiny else 4 if small else 8)
+    patch = _pair(fields.get("patch_size"), 2 if tiny else 4 if small else 8)
     largest = 64 if on_cpu else 96
     size = tuple(max(side, min(facts.side, largest) // side * side) for side in patch)
     few = _few_photos(facts)
     width, depth = (64, 4) if tiny else (96, 2 if few else 4) if on_cpu else (256, 8)
-    width = given["width"] if isinstance(given.get("width"), int) else width
-    stem = () if "stem" in given else _early_convolutions(patch, width, small, again=1 if on_cpu else 2)
-    found: dict[str, Any] = {
+    width = fields["width"] if isinstance(fields.get("width"), int) else width
+    stem = () if "stem" in fields else _early_convolutions(patch, width, small, again=1 if on_cpu else 2)
+    model: dict[str, Any] = {
         "image_size": size,
         "patch_size": patch,
         **({"stem": "conv_stem", "conv_stem": stem} if stem else {}),
@@ -188,40 +188,40 @@ def _small_model(facts: DataFacts, given: dict[str, Any], defaults: list[Resolve
         "stochastic_depth": 0.0 if tiny else 0.1,
         "init": "timm",
     }
-    cut = f", and {largest} are enough for a small model" if facts.side > largest else ""
+    cap = f", and {largest} is enough for a small model" if facts.side > largest else ""
     reasons = {
-        "image_size": f"the shorter sides are about {facts.side} pixels{cut}",
+        "image_size": f"the shorter sides are about {facts.side} pixels{cap}",
         "patch_size": f"gives {math.prod(s // p for s, p in zip(size, patch, strict=True))} patches",
-        "stem": "a few convolutions before the patches, which few images teach much sooner than a plain projection",
-        "width": "small enough for a CPU" if on_cpu else f"{facts.images:,} images need no larger model",
-        "depth": f"{facts.images:,} images teach more blocks no more" if on_cpu and few else "as for the width",
-        "activation": "as good in a small model, and quicker on a CPU" if on_cpu else "the usual one",
-        "channels": "the images are grey" if facts.grey else "the images are in colour",
+        "stem": "early convolutions learn faster from little data than a plain patch projection",
+        "width": "small enough for a CPU" if on_cpu else f"large enough for {facts.images:,} images",
+        "depth": f"more blocks do not help with {facts.images:,} images" if on_cpu and few else "same reason as width",
+        "activation": "as accurate in a small model, and faster on a CPU" if on_cpu else "the usual choice",
+        "channels": "the images are greyscale" if facts.grey else "the images are in colour",
     }
     defaults += [
-        ResolvedDefault(f"model.{name}", found[name], why)
+        ResolvedDefault(f"model.{name}", model[name], why)
         for name, why in reasons.items()
-        if name in found and name not in given
+        if name in model and name not in fields
     ]
-    return found
+    return model
 
 
 def _few_photos(facts: DataFacts) -> bool:
     return facts.side > SMALL_SIDE and facts.images < FEW_PHOTOS
 
 
-def _pair(given: Any, default: int) -> tuple[int, int]:
-    """Return a given size as height and width; one that is no size is left for the config to refuse."""
-    sides = (given, given) if isinstance(given, int) else given
+def _pair(size: Any, default: int) -> tuple[int, int]:
+    """Return a size as (height, width); invalid values are left to the config's validation."""
+    sides = (size, size) if isinstance(size, int) else size
     fits = isinstance(sides, (list, tuple)) and len(sides) == 2 and all(isinstance(s, int) and s > 0 for s in sides)
     return (sides[0], sides[1]) if fits else (default, default)
 
 
 def _early_convolutions(patch: tuple[int, int], width: int, small: bool, again: int) -> tuple[ConvLayer, ...]:
-    """Return convolutions that halve an image until a patch is one pixel; () where halving does not lead there.
+    """Return stride-2 convolutions that reduce a patch to one pixel; () if the patch size is not a power of two.
 
-    Each that halves is followed by `again` that do not, but for a last single one, which would cost most and add least.
-    Small images, which have no pixels to lose, begin with one that does not.
+    Each is followed by `again` stride-1 convolutions, except that a single last one is omitted: it would cost the most
+    and help the least. For small images a stride-1 convolution comes first, to keep their resolution.
     """
     halvings = patch[0].bit_length() - 1
     if patch[0] != patch[1] or patch[0] != 1 << halvings or not halvings or width % patch[0]:
@@ -247,82 +247,80 @@ def _batch(recipe: Recipe, facts: DataFacts, defaults: list[ResolvedDefault]) ->
     needed = 2 * recipe.data.repeats * recipe.gradient_accumulation
     batch = -(-power // needed) * needed
     if recipe.batch is None:
-        defaults.append(ResolvedDefault("batch", batch, steps_said(facts.images, batch)))
+        defaults.append(ResolvedDefault("batch", batch, steps_per_epoch_text(facts.images, batch)))
     return batch
 
 
-def steps_said(images: int, batch: int) -> str:
-    """Say how many steps it takes to show every image."""
+def steps_per_epoch_text(images: int, batch: int) -> str:
+    """Say how many steps an epoch takes."""
     steps = max(1, round(images / batch))
-    return f"about {steps:,} {'step' if steps == 1 else 'steps'} for each time the {images:,} images are shown"
+    return f"about {steps:,} {'step' if steps == 1 else 'steps'} per epoch of {images:,} images"
 
 
 def _epochs(facts: DataFacts, pretrained: Bundle | None, defaults: list[ResolvedDefault]) -> float:
     if facts.device != "cpu":
-        shown, most = (300_000, 50) if pretrained is not None else (6_000_000, 300)
+        samples, most = (300_000, 50) if pretrained is not None else (6_000_000, 300)
     elif pretrained is not None:
-        shown, most = 30_000, 50
+        samples, most = 30_000, 50
     else:
-        shown, most = (57_000, 150) if facts.side <= TINY_SIDE else (80_000, 225)
-    epochs = float(max(10, min(most, round(shown / facts.images))))
+        samples, most = (57_000, 150) if facts.side <= TINY_SIDE else (80_000, 225)
+    epochs = float(max(10, min(most, round(samples / facts.images))))
     defaults.append(
-        ResolvedDefault("epochs", epochs, f"about {round(int(epochs) * facts.images, -3):,} images shown in all")
+        ResolvedDefault("epochs", epochs, f"about {round(int(epochs) * facts.images, -3):,} training samples in total")
     )
     return epochs
 
 
-def _rate(
+def _lr(
     recipe: Recipe, facts: DataFacts, model: ViTConfig, pretrained: Bundle | None, defaults: list[ResolvedDefault]
 ) -> float:
     kind = recipe.optimizer.kind
     if kind == "sgd":
-        rate, why = 0.01, "usual for sgd"
+        lr, why = 0.01, "usual for sgd"
     elif pretrained is None:
         gently = model.width > NARROW or _few_photos(facts)
-        rate, why = (1e-3, "a fresh model") if gently else (2e-3, "a fresh narrow model")
-        rate, why = rate * (MUON_FASTER if kind == "muon" else 1), f"for {kind} and {why}"
-        why += f", taught by {facts.images:,} images" if _few_photos(facts) else ""
+        lr, why = (1e-3, "a model from scratch") if gently else (2e-3, "a narrow model from scratch")
+        lr, why = lr * (MUON_LR_FACTOR if kind == "muon" else 1), f"for {kind} and {why}"
+        why += f", on {facts.images:,} images" if _few_photos(facts) else ""
     else:
         small = model.width <= SMALL_WIDTH
-        rate = 1e-3 if small else 1e-4
-        why = f"for {kind} and a model that knows {'a little' if small else 'much'}, judged by its width {model.width}"
-    defaults.append(ResolvedDefault("optimizer.lr", rate, why))
-    return rate
+        lr = 1e-3 if small else 1e-4
+        why = f"for {kind} and a {'small' if small else 'large'} pretrained model (width {model.width})"
+    defaults.append(ResolvedDefault("optimizer.lr", lr, why))
+    return lr
 
 
 def _criterion(recipe: Recipe, defaults: list[ResolvedDefault]) -> Criterion:
-    found = recipe.settled_criterion()
-    if recipe.criterion is None and found != "accuracy":
-        defaults.append(
-            ResolvedDefault("criterion", found, "classes are weighted, so the best checkpoint is best over classes")
-        )
-    return found
+    criterion = recipe.resolved_criterion()
+    if recipe.criterion is None and criterion != "accuracy":
+        defaults.append(ResolvedDefault("criterion", criterion, "classes are weighted, so every class counts equally"))
+    return criterion
 
 
 def _augmentation(facts: DataFacts, defaults: list[ResolvedDefault]) -> Augmentation:
     if facts.side <= TINY_SIDE:
         affine = Affine(translate=(0.09, 0.09), scale=(0.95, 1.05), shear=3.0)
-        found = Augmentation(crop="none", flip=0.0, rotation=6.0, affine=affine)
-        why = "tiny images: small turns and shifts; not mirrored, because they may be letters or digits"
+        augmentation = Augmentation(crop="none", flip=0.0, rotation=6.0, affine=affine)
+        why = "tiny images: small rotations and shifts; no flips, because they may be letters or digits"
     elif facts.side <= SMALL_SIDE and facts.grey:
-        found = Augmentation(crop="padded", flip=0.0, erasing=0.25)
-        why = "small grey images: shifted by a few pixels, a part erased; not mirrored, because they may be letters"
+        augmentation = Augmentation(crop="padded", flip=0.0, erasing=0.25)
+        why = "small greyscale images: padded crops, random erasing; no flips, because they may be letters"
     elif facts.side <= SMALL_SIDE:
-        found = Augmentation(crop="padded", randaugment=RandAugment(layers=2, magnitude=9))
-        why = "small images: shifted by a few pixels, mirrored, changed by RandAugment"
+        augmentation = Augmentation(crop="padded", randaugment=RandAugment(layers=2, magnitude=9))
+        why = "small images: padded crops, flips, RandAugment"
     else:
-        found = Augmentation(crop_area=(0.6, 1.0), randaugment=RandAugment(layers=2, magnitude=7))
-        why = "photographs: cut out, mirrored, changed by RandAugment"
-    defaults.append(ResolvedDefault("augmentation", "affine" if found.crop == "none" else found.crop, why))
-    return found
+        augmentation = Augmentation(crop_area=(0.6, 1.0), randaugment=RandAugment(layers=2, magnitude=7))
+        why = "photos: random resized crops, flips, RandAugment"
+    defaults.append(
+        ResolvedDefault("augmentation", "affine" if augmentation.crop == "none" else augmentation.crop, why)
+    )
+    return augmentation
 
 
 def _mixing(facts: DataFacts, defaults: list[ResolvedDefault]) -> Mixing:
     if facts.side <= TINY_SIDE or facts.device == "cpu":
-        defaults.append(
-            ResolvedDefault("mixing", "off", "the model is small and the run short, so little is learned by heart")
-        )
+        defaults.append(ResolvedDefault("mixing", "off", "the model is small and the run short, so it hardly overfits"))
         return Mixing()
-    defaults.append(ResolvedDefault("mixing", "mixup and CutMix", "keeps a model from learning by heart"))
+    defaults.append(ResolvedDefault("mixing", "mixup and CutMix", "reduces overfitting"))
     often = facts.side <= SMALL_SIDE and not facts.grey
     return Mixing(mixup=0.2, cutmix=1.0, chance=0.7 if often else 0.5)

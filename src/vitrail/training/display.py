@@ -1,4 +1,4 @@
-"""What a run looks like on a terminal: two lines that fit any width, and the table of what was chosen."""
+"""Terminal rendering of a run: a two-line status that fits any width, and the table of resolved defaults."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -15,31 +15,31 @@ from vitrail.training.defaults import ResolvedDefault
 from vitrail.training.throughput import Throughput
 
 SMOOTH = 0.9
-"""How much of a shown number is the one before."""
+"""Smoothing factor of the displayed loss and accuracy."""
 GAP = "   "
 UNKNOWN = "…"
-"""Stands where a number cannot be told yet."""
+"""Placeholder for a number that is not known yet."""
 SHORTEST_BAR, LONGEST_BAR = 6, 60
 
 
-class Shown(NamedTuple):
-    """A number with what stands around it."""
+class Field(NamedTuple):
+    """A number with its label and unit."""
 
     before: str
     number: str
     after: str
     short_before: str
-    keep: int
-    """What is dropped last on a narrow terminal has the largest."""
+    priority: int
+    """Priority: on a narrow terminal the lowest is dropped first."""
 
     def text(self, *, short: bool) -> Text:
-        """Return the number, emphasised among its words."""
+        """Return the number in bold between its dimmed label and unit."""
         before = self.short_before if short else self.before
         return Text.assemble((before, "dim"), (self.number, "bold"), (self.after, "dim"))
 
 
 class Status:
-    """How a run stands; rich can print it."""
+    """Current status of a run, as a rich renderable."""
 
     def __init__(self, *, compiled: bool = False) -> None:
         self.row: dict[str, Any] = {}
@@ -47,7 +47,7 @@ class Status:
         self.throughput = Throughput(compiled=compiled)
 
     def update(self, row: dict[str, Any]) -> None:
-        """Take in a step."""
+        """Update with the metrics of a step."""
         keep = SMOOTH if self.row else 0.0
         self.throughput.add(images=row["images"], seconds=row["seconds"], waited=row["waited"])
         self.row = row
@@ -55,109 +55,111 @@ class Status:
         self.accuracy = keep * self.accuracy + (1 - keep) * row["accuracy"]
 
     @property
-    def waited_share(self) -> float:
-        """The share of the time since the first step that was spent waiting for data."""
-        return self.throughput.whole_waiting_share
+    def waiting_fraction(self) -> float:
+        """Fraction of the time since the first step spent waiting for data."""
+        return self.throughput.total_waiting_fraction
 
     @property
     def step(self) -> str:
-        """How far it is."""
+        """Step out of the total."""
         return f"{self.row['step']:,}/{self.row['steps']:,}"
 
     @property
     def left(self) -> str:
-        """How long the steps will still take, at the present pace."""
-        images, rate = (self.row["steps"] - self.row["step"]) * self.row["images"], self.throughput.rate
-        if rate is None:
+        """Remaining time at the current throughput."""
+        images, speed = (self.row["steps"] - self.row["step"]) * self.row["images"], self.throughput.images_per_second
+        if speed is None:
             return UNKNOWN if images else _clock(0)
-        return _clock(images / max(rate, 1e-9))
+        return _clock(images / max(speed, 1e-9))
 
-    def numbers(self) -> list[Shown]:
-        """Return what is shown beside the step and the time left."""
-        rate = self.throughput.rate
+    def numbers(self) -> list[Field]:
+        """Return the fields shown besides the step and the remaining time."""
+        speed = self.throughput.images_per_second
         return [
-            Shown("epoch ", f"{self.row['epoch']:.1f}", "", "epoch ", 1),
-            Shown("loss ", f"{self.loss:.3f}", "", "loss ", 5),
-            Shown("accuracy ", f"{self.accuracy:.1%}", "", "acc. ", 4),
-            Shown("", UNKNOWN if rate is None else f"{rate:,.0f}", " images/s", "", 3),
-            Shown("waiting for data ", f"{self.waited_share:.0%}", "", "waiting ", 2),
-            Shown("memory ", _bytes(used_memory()), "", "", 0),
+            Field("epoch ", f"{self.row['epoch']:.1f}", "", "epoch ", 1),
+            Field("loss ", f"{self.loss:.3f}", "", "loss ", 5),
+            Field("accuracy ", f"{self.accuracy:.1%}", "", "acc. ", 4),
+            Field("", UNKNOWN if speed is None else f"{speed:,.0f}", " images/s", "", 3),
+            Field("waiting for data ", f"{self.waiting_fraction:.0%}", "", "waiting ", 2),
+            Field("memory ", _bytes(used_memory()), "", "", 0),
         ]
 
     def __str__(self) -> str:
-        """Return everything on one line, for where there is no terminal."""
+        """Return everything on one line, for output that is not a terminal."""
         shown = (f"{number.before}{number.number}{number.after}" for number in self.numbers())
         return f"step {self.step}  {'  '.join(shown)}  {self.left} left"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Give two lines: how far it is, and how well it goes."""
+        """Yield two lines: progress and metrics."""
         if not self.row:
             return
         width = options.max_width
         yield _progress_line(self, width)
-        yield _fitting(self.numbers(), width)
+        yield _metrics_line(self.numbers(), width)
 
 
 def _progress_line(status: Status, width: int) -> RenderableType:
-    """Return a bar and how far it is; without the bar where there is no room for one."""
+    """Return a progress bar with step and remaining time; no bar if it does not fit."""
     step, steps = status.row["step"], status.row["steps"]
     words = [
         Text(f"{step / steps:.0%}", "bold"),
         Text.assemble(("step ", "dim"), (status.step, "bold")),
         Text.assemble((status.left, "bold"), (" left", "dim")),
     ]
-    memory_limit = width - sum(len(word) + len(GAP) for word in words)
-    if memory_limit < SHORTEST_BAR:
-        alone = Text(GAP).join(words)
-        alone.truncate(width)
-        return alone
+    bar_width = width - sum(len(word) + len(GAP) for word in words)
+    if bar_width < SHORTEST_BAR:
+        line_text = Text(GAP).join(words)
+        line_text.truncate(width)
+        return line_text
     line = Table.grid(padding=(0, len(GAP), 0, 0))
     for _ in range(4):
         line.add_column(no_wrap=True)
-    line.add_row(ProgressBar(total=steps, completed=step, width=min(LONGEST_BAR, memory_limit)), *words)
+    line.add_row(ProgressBar(total=steps, completed=step, width=min(LONGEST_BAR, bar_width)), *words)
     return line
 
 
-def _fitting(numbers: Sequence[Shown], width: int) -> Text:
-    """Return the numbers on one line: in full, in short, or without the least important."""
+def _metrics_line(numbers: Sequence[Field], width: int) -> Text:
+    """Fit the numbers on one line: in full, abbreviated, or without the least important."""
     line = Text(GAP).join(number.text(short=False) for number in numbers)
     while len(line) > width and numbers:
         line = Text(GAP).join(number.text(short=True) for number in numbers)
-        least = min(number.keep for number in numbers)
-        numbers = [number for number in numbers if number.keep > least]
+        least = min(number.priority for number in numbers)
+        numbers = [number for number in numbers if number.priority > least]
     line.truncate(width)
     return line
 
 
 def defaults_table(defaults: Iterable[ResolvedDefault]) -> Table:
-    """Return what was chosen and why; only the reasons wrap."""
+    """Return the resolved defaults and their reasons as a table; only the reasons wrap."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
-    table.add_column("chosen", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("because")
-    for choice in defaults:
-        table.add_row(Text(choice.field), Text(value_shown(choice.value), "bold"), Text(choice.reason, "dim"))
+    table.add_column("default", no_wrap=True)
+    table.add_column("value", no_wrap=True)
+    table.add_column("reason")
+    for default in defaults:
+        table.add_row(Text(default.field), Text(format_value(default.value), "bold"), Text(default.reason, "dim"))
     return table
 
 
 def defaults_lines(defaults: Sequence[ResolvedDefault]) -> list[str]:
-    """Return the same as plain lines."""
-    field = max((len(choice.field) for choice in defaults), default=0)
-    value = max((len(value_shown(choice.value)) for choice in defaults), default=0)
-    return [f"{choice.field:<{field}}  {value_shown(choice.value):<{value}}  {choice.reason}" for choice in defaults]
+    """Return the same table as plain lines."""
+    field = max((len(default.field) for default in defaults), default=0)
+    value = max((len(format_value(default.value)) for default in defaults), default=0)
+    return [
+        f"{default.field:<{field}}  {format_value(default.value):<{value}}  {default.reason}" for default in defaults
+    ]
 
 
-def value_shown(value: Any) -> str:
-    """Write a setting: (8, 8) is 8×8."""
+def format_value(value: Any) -> str:
+    """Format a value: (8, 8) is 8×8."""
     return "×".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def used_memory() -> int:
-    """Return the most bytes that were in use at once: on the GPU where one is used, else by this process."""
+    """Return the peak memory in bytes: of the GPU if one is used, else of this process."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     try:
-        # Not getrusage's number first: it begins with the memory of the process that started this one.
+        # Preferred over getrusage, whose peak includes the parent process's memory.
         status = Path("/proc/self/status").read_text(encoding="utf-8")
         return 1024 * int(status.partition("VmHWM:")[2].split(maxsplit=1)[0])
     except (OSError, IndexError, ValueError):
@@ -168,7 +170,7 @@ def used_memory() -> int:
 
 
 def _bytes(count: float) -> str:
-    """Write an amount of memory as a person would: 412 MB, 3.4 GB."""
+    """Format a number of bytes: 412 MB, 3.4 GB."""
     return f"{count / 1e6:.0f} MB" if count < 1e9 else f"{count / 1e9:.1f} GB"
 
 

@@ -1,4 +1,4 @@
-"""The processes of one run: what they tell each other. A run of one process is a team of one, and nothing is sent."""
+"""Communication between the ranks of a run. With a world size of 1, nothing is sent."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,54 +14,54 @@ from vitrail.errors import ConfigError, VitrailError
 from vitrail.runtime import Precision, Processes
 
 T = TypeVar("T")
-LOST = ("gloo", "nccl", "connection", "peer", "socket", "timed out", "c10d", "tcpstore")
-"""Words in what torch says when another process has gone."""
+LOST_RANK = ("gloo", "nccl", "connection", "peer", "socket", "timed out", "c10d", "tcpstore")
+"""Words in torch's error messages when another rank has died."""
 
 
 class Ranks(NamedTuple):
-    """The processes that train together, as this one sees them."""
+    """The ranks of a distributed run, as seen from this one."""
 
     processes: Processes
     device: torch.device
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other process."""
+        """Whether the world size is 1."""
         return self.processes.size == 1
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one that prints and writes."""
+        """Whether this is rank 0, which prints and writes files."""
         return self.processes.is_main
 
-    def wrapped(self, model: nn.Module) -> nn.Module:
-        """Return the model as it is trained: with gradients averaged over all processes."""
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Wrap the model in DistributedDataParallel, unless there is only one rank."""
         if self.alone:
             return model
         return DistributedDataParallel(model, device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     def accumulating(self, forward: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        """Return a context for a part of a batch: gradients are exchanged with the last part only."""
+        """Return a context for a micro-batch: gradients are all-reduced with the last one only."""
         if self.alone or last:
             return nullcontext()
-        held: AbstractContextManager[Any] = forward.no_sync()  # type: ignore[operator]
-        return held
+        context: AbstractContextManager[Any] = forward.no_sync()  # type: ignore[operator]
+        return context
 
-    def add_up(self, numbers: Tensor) -> None:
-        """Make numbers on the device their sums over all processes; on a GPU nobody waits for them."""
+    def all_reduce_sum(self, numbers: Tensor) -> None:
+        """All-reduce numbers to their sums, in place; on a GPU without a synchronisation."""
         if not self.alone:
             dist.all_reduce(numbers)
 
-    def largest(self, *numbers: int) -> list[int]:
-        """Return the largest of each of the numbers that the processes have."""
+    def all_reduce_max(self, *numbers: int) -> list[int]:
+        """Return the element-wise maximum over all ranks."""
         if self.alone:
             return list(numbers)
         found = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return [int(number) for number in found.tolist()]
 
-    def gathered(self, value: T) -> list[T]:
-        """Return what every process has, in their order."""
+    def all_gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in rank order."""
         if self.alone:
             return [value]
         found: list[Any] = [None] * self.processes.size
@@ -69,15 +69,15 @@ class Ranks(NamedTuple):
         return found
 
     def from_main(self, value: T) -> T:
-        """Return what the main process has."""
+        """Broadcast the value of the main process."""
         if self.alone:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, device=self.device)
-        return box[0]
+        values = [value]
+        dist.broadcast_object_list(values, device=self.device)
+        return values[0]
 
     def tensors_from_main(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-        """Return the main process's tensors; the others give None. They arrive on the CPU."""
+        """Broadcast the main process's tensors; the other ranks pass None. The result is on the CPU."""
         if self.alone:
             return dict(tensors or {})
         shapes = self.from_main([(name, t.shape, t.dtype) for name, t in (tensors or {}).items()])
@@ -93,29 +93,29 @@ class Ranks(NamedTuple):
 
     @torch.no_grad()
     def average_buffers(self, model: nn.Module) -> None:
-        """Give every process the mean of what each has measured of its own images."""
+        """Average BatchNorm statistics over all ranks."""
         if self.alone:
             return
-        for buffer in _measured(model):
+        for buffer in _running_statistics(model):
             dist.all_reduce(buffer)
             buffer /= self.processes.size
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Let what fails in one process fail in all of them, with the same error, and nobody wait for the other."""
+        """Raise an error of one rank on all ranks, so that none of them hangs."""
         error: VitrailError | None = None
         try:
             yield
         except VitrailError as found:
             error = found
-        errors = [found for found in self.gathered(error) if found is not None]
+        errors = [found for found in self.all_gather(error) if found is not None]
         if errors:
             errors[0].everywhere = True
             raise errors[0] from None
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Have the first process of every machine do what the others can then take from its cache."""
+        """Let the first rank of each machine run the block first, so that the others can use its cache."""
         if not self.alone and self.processes.local_rank:
             dist.barrier()
         try:
@@ -125,16 +125,16 @@ class Ranks(NamedTuple):
                 dist.barrier()
 
     @contextmanager
-    def noticing_losses(self) -> Iterator[Self]:
-        """Turn what torch raises when another process has gone into a sentence."""
+    def reporting_lost_ranks(self) -> Iterator[Self]:
+        """Turn torch's error for a lost rank into a readable `ConfigError`."""
         try:
             yield self
         except RuntimeError as error:
-            if self.alone or not any(word in str(error).lower() for word in LOST):
+            if self.alone or not any(word in str(error).lower() for word in LOST_RANK):
                 raise
             lost = ConfigError(
-                "another process of the run has ended, or cannot be reached; its own message says why, and the same "
-                "command goes on from the last saved state"
+                "another rank has exited or cannot be reached; see its own error message, then rerun the same command "
+                "to resume from the last saved training state"
             )
             lost.everywhere = True
             raise lost from None
@@ -142,7 +142,7 @@ class Ranks(NamedTuple):
 
 @dataclass(frozen=True)
 class RunContext:
-    """What a run computes on."""
+    """Device, precision, workers and ranks of a run."""
 
     device: torch.device
     precision: Precision
@@ -150,7 +150,7 @@ class RunContext:
     ranks: Ranks
 
 
-def _measured(model: nn.Module) -> Iterable[Tensor]:
-    """Return the buffers that training changes and a checkpoint keeps."""
+def _running_statistics(model: nn.Module) -> Iterable[Tensor]:
+    """Return the floating-point buffers in the state dict, such as BatchNorm's running statistics."""
     kept = model.state_dict(keep_vars=True)
     return (buffer for name, buffer in model.named_buffers() if name in kept and buffer.is_floating_point())

@@ -1,4 +1,4 @@
-"""Where training begins with a model that exists: how it is fitted to the data."""
+"""Initialise fine-tuning: adapt a pretrained model to the data."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,38 +18,38 @@ from vitrail.models.resample import Method
 from vitrail.models.vit import ViT
 from vitrail.schema import Frozen
 
-FITTED = ("image_size", "patch_size", "channels", "classes", "representation")
-"""Fields of a model that change with its weights; the others are taken as they are."""
+ADAPTED = ("image_size", "patch_size", "channels", "classes", "representation")
+"""Model fields whose change also changes weights; `adapt` handles them."""
 
 
 class FinetuneInit(Frozen):
-    """How a model that exists is fitted to the data. A recipe that has this needs such a model."""
+    """How to adapt a pretrained model to the data. A recipe with this table requires a pretrained model."""
 
     head: Literal["keep", "fresh", "zero"] = "keep"
-    """`keep` makes a new head only where the classes are others, `fresh` always, drawn as `model.init` says; `zero` is
-    always a single linear layer of zeros, as the paper fine-tunes: a hidden layer before it is dropped."""
+    """`keep` replaces the head only if the classes differ; `fresh` always, initialised as `model.init` says; `zero`
+    always uses a single linear layer of zeros, as in the paper, and drops a hidden layer before it."""
     positions: Method = "timm"
-    """Whose way of resampling positions is followed where the grid of patches is another."""
+    """How position embeddings are resampled if the patch grid differs."""
 
 
 def opened_pretrained(
     pretrained: str | Path | Bundle | None, overrides: Mapping[str, Any] | None, keys: str | Path | None
 ) -> Bundle | None:
-    """Open the model that training starts from; `overrides` and `keys` say what its file does not tell.
+    """Open the pretrained model; `overrides` and `keys` supply what its file does not say.
 
-    What was assumed of it is said when the run begins, if nothing is refused before.
+    Assumptions made while opening it are printed when the run starts.
     """
     if isinstance(pretrained, str | Path):
         return open_checkpoint(pretrained, overrides=overrides, keys=keys)
     if overrides or keys is not None:
-        raise ConfigError("--override and --keys say what the file of --from does not tell; name one with --from")
+        raise ConfigError("--override and --keys describe the checkpoint of --from; add --from")
     return pretrained
 
 
-def planned_model(pretrained: Bundle, how: FinetuneInit, fields: dict[str, Any], classes: int) -> ViTConfig:
-    """Return what a model becomes: its own config, changed by the fields of a recipe, with a head for the data.
+def planned_config(pretrained: Bundle, how: FinetuneInit, fields: dict[str, Any], classes: int) -> ViTConfig:
+    """Return the config of the adapted model: its own, with the recipe's fields and the number of classes.
 
-    Fields that would need other weights are refused here already, by their shapes.
+    Fields that would need other weights raise an error here, from shapes alone.
     """
     without_hidden = {"representation": None} if how.head == "zero" else {}
     config = pretrained.model.config.replace(**{**fields, **without_hidden, "classes": classes})
@@ -58,11 +58,11 @@ def planned_model(pretrained: Bundle, how: FinetuneInit, fields: dict[str, Any],
     return config
 
 
-def fitted(pretrained: Bundle, how: FinetuneInit, config: ViTConfig, classes: tuple[str, ...]) -> Bundle:
-    """Return a copy of a model that exists, made into what was planned, in float32."""
+def adapted(pretrained: Bundle, how: FinetuneInit, config: ViTConfig, classes: tuple[str, ...]) -> Bundle:
+    """Return a float32 copy of a pretrained model, adapted to the planned config."""
     weights = {name: tensor.detach().clone() for name, tensor in pretrained.model.state_dict().items()}
     weights = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
-    # The metrics are those of the model that it was, on other data.
+    # Its metrics are those of the original model on other data.
     provenance = {key: value for key, value in pretrained.provenance.items() if key != METRICS}
     model = _with_fields(pretrained.model.config, config, weights)
     bundle = Bundle(model, pretrained.preprocess, pretrained.classes, provenance)
@@ -80,13 +80,13 @@ def fitted(pretrained: Bundle, how: FinetuneInit, config: ViTConfig, classes: tu
 
 
 def _with_fields(config: ViTConfig, planned: ViTConfig, weights: Weights) -> ViT:
-    """Build a model again, changing what needs no other weights: dropout, stochastic depth, how a new head is drawn."""
-    wanted = {name: value for name, value in planned if name not in FITTED and value != getattr(config, name)}
+    """Rebuild a model with fields that need no other weights: dropout, stochastic depth, head initialisation."""
+    changed = {name: value for name, value in planned if name not in ADAPTED and value != getattr(config, name)}
     try:
-        return loaded_model(config.replace(**wanted), weights)[0]
+        return loaded_model(config.replace(**changed), weights)[0]
     except CheckpointError as error:
-        names = ", ".join(f"model.{name}" for name in wanted)
-        raise ConfigError(f"{names} cannot be changed in a model that training starts from: {error}") from None
+        names = ", ".join(f"model.{name}" for name in changed)
+        raise ConfigError(f"{names} cannot be changed in a pretrained model: {error}") from None
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What a sweep tries: read from the command line, put together in every combination, and checked."""
+"""The grid of a sweep: parse values, build every combination, validate each."""
 
 import json
 import re
@@ -23,13 +23,13 @@ from vitrail.training.recipe import Recipe, read_value
 
 OPENING, CLOSING, QUOTES = "[{", "]}", "\"'"
 FIXED = ("data.val", "data.test")
-"""What decides which images are measured, so that runs which differ in it cannot be compared."""
+"""Settings that decide which images are held out; runs that differ in them cannot be compared."""
 LONGEST_NAME = 60
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate before it is trained."""
+    """A combination of settings to train."""
 
     values: dict[str, Any]
     recipe: Recipe
@@ -37,15 +37,15 @@ class Trial:
 
     @property
     def title(self) -> str:
-        """The values, as they would be given on the command line."""
-        return ", ".join(f"{key}={shown(value)}" for key, value in self.values.items())
+        """The values as on the command line."""
+        return ", ".join(f"{key}={format_value(value)}" for key, value in self.values.items())
 
     @property
     def folder_name(self) -> str:
-        """A name that says the values; where a file system would not take them, with the recipe's mark."""
+        """A folder name made of the values, with the recipe's fingerprint if they are too long or not allowed."""
         leaves = [key.rpartition(".")[2] for key in self.values]
         short = leaves if len(set(leaves)) == len(leaves) else list(self.values)
-        words = ",".join(f"{key}={shown(v)}" for key, v in zip(short, self.values.values(), strict=True))
+        words = ",".join(f"{key}={format_value(v)}" for key, v in zip(short, self.values.values(), strict=True))
         name = re.sub(r"[^\w.+=,-]+", "-", words)
         if name == words and len(name) <= LONGEST_NAME:
             return name
@@ -53,21 +53,21 @@ class Trial:
 
 
 def read_sweep(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """Read what is written as "optimizer.lr=.003,.01"; commas in brackets or quotes belong to a value."""
-    found: dict[str, list[Any]] = {}
+    """Parse "optimizer.lr=.003,.01"; commas inside brackets or quotes belong to a value."""
+    parsed: dict[str, list[Any]] = {}
     for text in texts:
         key, _, values = text.partition("=")
         name, pieces = key.strip(), _pieces(values)
         if not name or not all(pieces):
-            raise ConfigError(f"{text!r} names no values to try; write optimizer.lr=0.003,0.01,0.03")
-        if name in found:
+            raise ConfigError(f"{text!r} has no values to try; write optimizer.lr=0.003,0.01,0.03")
+        if name in parsed:
             raise ConfigError(f"{name} is swept twice; give all its values at once: {name}=…,…")
-        found[name] = [read_value(piece) for piece in pieces]
-    return found
+        parsed[name] = [read_value(piece) for piece in pieces]
+    return parsed
 
 
 def _pieces(text: str) -> list[str]:
-    """Cut a text at the commas that are in no bracket and in no quotes."""
+    """Split a text at commas outside brackets and quotes."""
     pieces, depth, quote = [""], 0, ""
     for letter in text:
         if quote:
@@ -81,46 +81,46 @@ def _pieces(text: str) -> list[str]:
         else:
             pieces[-1] += letter
     if depth or quote:
-        raise ConfigError(f"a bracket or a quote in {text!r} has no other half; write [0.2,1.0],[0.5,1.0]")
+        raise ConfigError(f"unbalanced bracket or quote in {text!r}; write [0.2,1.0],[0.5,1.0]")
     return [piece.strip() for piece in pieces]
 
 
 def combine(over: Mapping[str, Sequence[Any]], changes: Sequence[str]) -> list[dict[str, Any]]:
-    """Return every combination of the values, the last key changing first; refuse what cannot be compared."""
+    """Return every combination of the values, the last key varying fastest; raise if runs could not be compared."""
     if not over:
-        raise ConfigError("a sweep needs something to try; give it values such as optimizer.lr=0.003,0.01,0.03")
+        raise ConfigError("a sweep needs values to try, such as optimizer.lr=0.003,0.01,0.03")
     for key in over:
         if fixed := next((name for name in FIXED if _overlap(key, name)), None):
-            raise ConfigError(f"a sweep over {key} would measure its runs on different images; use --set {fixed}=…")
+            raise ConfigError(f"a sweep over {key} would evaluate its runs on different images; use --set {fixed}=…")
         if _overlap(key, "criterion"):
-            raise ConfigError("a sweep compares its runs by one criterion; choose it with --set criterion=…")
+            raise ConfigError("a sweep compares its runs by one criterion; set it with --set criterion=…")
         if change := next((text for text in changes if _overlap(key, text.partition("=")[0].strip())), None):
             raise ConfigError(f"{key} is swept, but {change} sets it; leave one of them out")
     for one, other in combinations(over, 2):
         if _overlap(one, other):
-            raise ConfigError(f"{one} and {other} contradict each other, because one is a part of the other")
+            raise ConfigError(f"{one} and {other} overlap: one is inside the other; leave one of them out")
     return [dict(zip(over, values, strict=True)) for values in product(*(_plain(key, over[key]) for key in over))]
 
 
 def _plain(key: str, values: Sequence[Any]) -> list[Any]:
-    """Return values as a recipe file could hold them: a tuple is a list there."""
+    """Return values as a recipe file can hold them: tuples become lists."""
     if isinstance(values, str) or not isinstance(values, Sequence) or not values:
-        raise ConfigError(f"{key} is to be tried with {values!r}; give a list of values")
+        raise ConfigError(f"the values of {key} are {values!r}; pass a list")
     try:
         return [json.loads(json.dumps(value)) for value in values]
     except (TypeError, ValueError):
         raise ConfigError(
-            f"{key} is to be tried with {values!r}, which no recipe can hold; use plain numbers"
+            f"the values of {key} are {values!r}, which a recipe cannot hold; use plain numbers"
         ) from None
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Say whether two dotted names are the same, or one lies in the other."""
+    """Whether two dotted names are equal, or one is inside the other."""
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
-def shown(value: Any) -> str:
-    """Write a value as it would be given on the command line; 1000 and 1000.0 are the same there."""
+def format_value(value: Any) -> str:
+    """Format a value as on the command line, where 1000 and 1000.0 are the same."""
     if value is None or isinstance(value, str):
         return "none" if value is None else value
     whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
@@ -130,18 +130,16 @@ def shown(value: Any) -> str:
 def plan_trials(
     recipes: Sequence[tuple[dict[str, Any], Recipe]], data: str | Path, bundle: Bundle | None, device: str
 ) -> list[Trial]:
-    """Settle and check every candidate before the first is trained; of equal ones keep one."""
-    known: dict[int, tuple[Splits, DataFacts]] = {}
+    """Resolve and validate every combination before the first is trained; drop duplicates."""
+    data_by_seed: dict[int, tuple[Splits, DataFacts]] = {}
     trials: dict[str, Trial] = {}
     for values, recipe in recipes:
-        if recipe.seed not in known:  # the seed draws the parts, where the data names none
+        if recipe.seed not in data_by_seed:  # the seed draws the splits if the data does not define them
             splits = open_data(data, seed=recipe.seed, val=recipe.data.val, test=recipe.data.test)
             if splits.val is None:
-                raise ConfigError(
-                    "the data has no validation split, which a sweep chooses by; give it one with data.val=0.1"
-                )
-            known[recipe.seed] = splits, describe_data(splits.train, device)
-        splits, facts = known[recipe.seed]
+                raise ConfigError("a sweep selects on the validation split, but the data has none; set data.val=0.1")
+            data_by_seed[recipe.seed] = splits, describe_data(splits.train, device)
+        splits, facts = data_by_seed[recipe.seed]
         plan = resolve_defaults(recipe, facts, bundle)
         _check(plan, splits)
         trials.setdefault(plan.recipe.to_json(), Trial(values, recipe, plan))
@@ -149,7 +147,7 @@ def plan_trials(
 
 
 def _check(plan: TrainingPlan, splits: Splits) -> None:
-    """Refuse what a run would refuse when it starts, which for the last candidate may be hours from now."""
+    """Raise the errors of a run's start now; for the last combination they might otherwise come hours later."""
     recipe = plan.recipe
     stream = Stream(len(splits.train), plan.batch, recipe.seed, recipe.data.repeats)
     Training(splits.train, stream, plan.preprocess, plan.augmentation, plan.mixing)

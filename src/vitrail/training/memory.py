@@ -1,16 +1,15 @@
-"""How much memory a run will take, known before its first step.
+"""Forecast the memory of a run before its first step.
 
-    weights        once                               the average   once more, in float32
-    gradients      those that are trained, once       the optimizer twice for Adam, once for SGD with momentum; for Muon
+    weights        once                               average    once more, in float32
+    gradients      once, for trained parameters       optimizer  twice for Adam, once for SGD with momentum; for Muon
                                                       once for matrices, twice for the rest
-    images       all of them, where they live on the device
-    in flight      what the backward pass needs, and what a layer needs while it computes; or, where that is more, what
-                   Muon's update needs, which computes all matrices of one shape together
+    images         all of them, if they live on the device
+    activations    what the backward pass and the running layer need; or, if larger, what Muon's update needs, which
+                   processes all matrices of one shape together
 
-All but the last follow from the parameters and the data. For the last, one step is gone through without computing
-anything: with torch's fake tensors, which have a shape, a dtype and a device, but no numbers. Every storage is counted
-while it lives, so that autocast's copies, gradient checkpointing and the order of the backward pass need no formula of
-their own.
+All but the last follow from the parameters and the data. For the last, one step runs on torch's fake tensors, which
+have a shape, a dtype and a device but no data. Every storage is counted while it is alive, so autocast copies, gradient
+checkpointing and the order of the backward pass need no formulas.
 """
 
 import math
@@ -34,14 +33,14 @@ from vitrail.training.muon import Muon
 from vitrail.training.optimizers import Optimizer, freeze, is_matrix, make_optimizer
 
 KERNELS = 64 * 2**20
-"""What matrix products keep to work with on CUDA: 32 MiB for each of the threads of forward and backward (Hopper)."""
+"""Workspace of CUDA matmuls: 32 MiB each for the forward and the backward thread (Hopper)."""
 PREFETCHED = 2
-"""Batches that every worker makes ahead."""
+"""Batches that each worker prefetches."""
 EVALUATION_BATCH = 256
 
 
 class Job(NamedTuple):
-    """What is trained, and on what."""
+    """A training plan and the hardware it runs on."""
 
     plan: TrainingPlan
     device: torch.device
@@ -49,94 +48,94 @@ class Job(NamedTuple):
     processes: int = 1
     workers: int = 0
     resident: int = 0
-    """How many images live on the device, as `resident_images` counts them."""
+    """Number of images kept on the device; see `resident_images`."""
 
     @property
     def images(self) -> int:
-        """How many images a process sends through the model at once."""
+        """Micro-batch size of one process."""
         return max(1, self.plan.batch // (self.processes * self.plan.recipe.gradient_accumulation))
 
 
 class Forecast(NamedTuple):
-    """The most that a step takes, in bytes."""
+    """Peak memory of a step, in bytes."""
 
     weights: int
     gradients: int
     optimizer: int
     average: int
     images: int
-    """How many images go through the model at once."""
+    """Micro-batch size."""
     in_flight: int
-    """What they take, beside the gradients."""
-    parts: int
-    """Into how many micro-batches a process cuts its share."""
+    """Activations and temporary buffers, without the gradients."""
+    accumulation: int
+    """Gradient accumulation steps."""
     resident: int = 0
-    """What the images that live on the device take."""
+    """Images kept on the device."""
     updating: int = 0
-    """What the update needs while it computes, whatever the batch; `in_flight` is never less."""
+    """Temporary memory of the optimizer step, independent of the batch size; `in_flight` is never less."""
 
     @property
     def standing(self) -> int:
-        """What is there whatever the batch."""
+        """Memory that does not depend on the batch size."""
         return self.weights + self.gradients + self.optimizer + self.average + self.resident
 
     @property
     def total(self) -> int:
-        """The most there is at one moment."""
+        """Peak memory."""
         return self.standing + self.in_flight
 
-    def with_images(self, images: int, parts: int) -> int:
-        """Return about what another number of images at once would take in all."""
-        # With one part, gradients take the place of what the backward pass has used up; with more, they are in the way.
-        more = self.gradients if self.parts == 1 < parts else 0
+    def with_images(self, images: int, accumulation: int) -> int:
+        """Estimate the total for another micro-batch size."""
+        # With one micro-batch, gradients reuse memory that the backward pass frees; with more, they add to the peak.
+        more = self.gradients if self.accumulation == 1 < accumulation else 0
         return self.standing + more + max(self.updating, round(self.in_flight * images / self.images))
 
 
 def resident_images(plan: TrainingPlan, splits: Splits) -> int:
-    """Return how many images live on the device: those to train on, and those to measure by."""
+    """Return how many images are kept on the device: the training images and those of the validation split."""
     return len(splits.train) + len(splits.val or splits.train) if plan.recipe.data.on_device else 0
 
 
 def evaluation_batch(images: int) -> int:
-    """Return how many images are measured at once: so few that memory which is enough for training is enough."""
+    """Return the batch size for evaluation: small enough to fit wherever training fits."""
     return min(EVALUATION_BATCH, 2 * max(1, images))
 
 
 def forecast(job: Job) -> Forecast:
-    """Go through a step without computing, on torch's fake tensors, and count."""
+    """Run a step on torch's fake tensors and count the memory."""
     recipe = job.plan.recipe
-    # Torch's own way of telling which kernel attention takes needs a real GPU of the kind; Apple's cannot be asked.
+    # Torch selects the attention kernel on a real device of the same kind; MPS cannot be queried.
     device = torch.device("cpu") if job.device.type == "mps" else job.device
     with torch.random.fork_rng(devices=_generators(device)), FakeTensorMode():
         model = _model(job, device)
         trained = [p for p in model.parameters() if p.requires_grad]
         weights, gradients = _bytes(model.state_dict().values()), _bytes(trained)
         average = sum(4 * tensor.numel() for tensor in model.state_dict().values()) if recipe.averaging.on else 0
-        buckets = gradients if job.processes > 1 else 0  # in which the processes add up their gradients
+        buckets = gradients if job.processes > 1 else 0  # DDP's buckets
 
-        measuring = (weights if average else 0) + _measuring(job, model, device)
-        training = _training(job, model, device) - gradients
+        evaluating = (weights if average else 0) + _evaluation_bytes(job, model, device)
+        training = _training_bytes(job, model, device) - gradients
         optimizer = sum(_copies(recipe.optimizer, *named) * _bytes(named[1:]) for named in _trained(model))
-        updating = _updating(recipe.optimizer, model)
-    after = max(measuring, updating)  # never both at once
-    in_flight = (training + after if _recorded(job) else max(training, after)) + _beside(job)
+        updating = _update_bytes(recipe.optimizer, model)
+    after = max(evaluating, updating)  # never both at once
+    in_flight = (training + after if _keeps_cuda_graph(job) else max(training, after)) + _overhead_bytes(job)
     return Forecast(
         weights, gradients + buckets, optimizer, average, job.images, in_flight, recipe.gradient_accumulation,
         job.resident * math.prod((job.plan.model.channels, *job.plan.model.image_size)), updating,
     )  # fmt: skip
 
 
-def _recorded(job: Job) -> bool:
-    """Say whether a step's memory is kept for its next replay, so that measuring needs its own."""
+def _keeps_cuda_graph(job: Job) -> bool:
+    """Whether a CUDA graph keeps the memory of a step, so that evaluation needs its own."""
     recipe, alone = job.plan.recipe, job.processes == 1
     return uses_fused_pass(job.plan.model, recipe, job.precision, job.device, alone=alone) and uses_cuda_graph(recipe)
 
 
-def fits_really(job: Job, known: Forecast) -> bool:
-    """Compute a step on random images, to see whether a GPU has the memory for it."""
+def step_fits(job: Job, estimate: Forecast) -> bool:
+    """Run a step on random images to see whether the GPU has enough memory."""
     try:
         with torch.random.fork_rng(devices=_generators(job.device)):
-            _compute_a_step(job, known)
+            _compute_a_step(job, estimate)
     except torch.OutOfMemoryError:
         return False
     finally:
@@ -144,14 +143,16 @@ def fits_really(job: Job, known: Forecast) -> bool:
     return True
 
 
-def _compute_a_step(job: Job, known: Forecast) -> None:
-    standing = torch.empty(known.optimizer + known.average + known.resident, dtype=torch.uint8, device=job.device)
+def _compute_a_step(job: Job, estimate: Forecast) -> None:
+    standing = torch.empty(
+        estimate.optimizer + estimate.average + estimate.resident, dtype=torch.uint8, device=job.device
+    )
     model = _model(job, job.device)
     for _ in range(min(2, job.plan.recipe.gradient_accumulation)):
         _loss(job, _images(job, job.device, job.images), model).backward()
-    update = torch.empty(known.updating, dtype=torch.uint8, device=job.device)
+    update = torch.empty(estimate.updating, dtype=torch.uint8, device=job.device)
     torch.cuda.synchronize(job.device)
-    del standing, update  # they had to be there until now
+    del standing, update  # they had to stay allocated until here
 
 
 def _images(job: Job, device: torch.device, images: int) -> Tensor:
@@ -161,12 +162,12 @@ def _images(job: Job, device: torch.device, images: int) -> Tensor:
 
 
 def _loss(job: Job, stored: Tensor, model: nn.Module) -> Tensor:
-    """Return the loss of images, by way of everything that a step does."""
+    """Return the loss of images, computed as in a training step."""
     plan, device, count = job.plan, stored.device, len(stored)
     pixels = plan.preprocess.normalise(stored)
     if plan.mixing.on and count % 2 == 0:
-        share, box = torch.ones(count, device=device), torch.zeros(count, 4, dtype=torch.int64, device=device)
-        pixels = mix_pixels(pixels, share, box)
+        lam, box = torch.ones(count, device=device), torch.zeros(count, 4, dtype=torch.int64, device=device)
+        pixels = mix_pixels(pixels, lam, box)
     with autocast(device, job.precision):
         logits: Tensor = model(pixels)
     targets = torch.full(logits.shape, 1 / logits.shape[-1], device=device)
@@ -181,38 +182,38 @@ def _model(job: Job, device: torch.device) -> ViT:
     return model.train()
 
 
-def _training(job: Job, model: nn.Module, device: torch.device) -> int:
-    """Return what a step takes beside the weights, the gradients among it."""
+def _training_bytes(job: Job, model: nn.Module, device: torch.device) -> int:
+    """Return the memory of a step, including gradients but not the weights."""
 
     def step() -> None:
-        # A second part finds the gradients of the first; a third finds no more.
+        # The second micro-batch runs beside the gradients of the first; further ones add nothing.
         for _ in range(min(2, job.plan.recipe.gradient_accumulation)):
             _loss(job, _images(job, device, job.images), model).backward()
 
-    most = _most_alive(step, model)
+    peak = _peak_bytes(step, model)
     model.zero_grad(set_to_none=True)
-    return most
+    return peak
 
 
 @torch.no_grad()
-def _measuring(job: Job, model: nn.Module, device: torch.device) -> int:
-    """Return what the measuring of a batch takes beside the weights."""
+def _evaluation_bytes(job: Job, model: nn.Module, device: torch.device) -> int:
+    """Return the memory of evaluating one batch, without the weights."""
 
-    def measure() -> None:
+    def evaluate() -> None:
         pixels = job.plan.preprocess.normalise(_images(job, device, evaluation_batch(job.images)))
         with autocast(device, job.precision):
             model(pixels)
 
     model.eval()
-    most = _most_alive(measure, model)
+    peak = _peak_bytes(evaluate, model)
     model.train()
-    return most
+    return peak
 
 
-def _updating(config: Optimizer, model: nn.Module) -> int:
-    """Return what an update takes beside the weights, the gradients and what the optimizer keeps.
+def _update_bytes(config: Optimizer, model: nn.Module) -> int:
+    """Return the temporary memory of an optimizer step, without weights, gradients and optimizer state.
 
-    Of AdamW and SGD that is one parameter's worth at most, and is not counted.
+    For AdamW and SGD it is at most the size of one parameter, and is not counted.
     """
     if config.kind != "muon":
         return 0
@@ -220,22 +221,22 @@ def _updating(config: Optimizer, model: nn.Module) -> int:
     for _, parameter in _trained(model):
         parameter.grad = torch.zeros_like(parameter)
     device = next(model.parameters()).device
-    # On a GPU the device itself decides whether a step counts, for which it needs both outcomes.
+    # On a GPU the device decides whether to skip a step, and needs memory for both outcomes.
     bad = torch.zeros((), device=device) if device.type == "cuda" else None
-    optimizer.step_matrices(bad)  # makes the momenta, which are counted as the optimizer's
+    optimizer.step_matrices(bad)  # allocates the momenta, which count as optimizer state
     momenta = [kept for state in optimizer.state.values() for kept in state.values()]
     gradients = [parameter.grad for _, parameter in _trained(model) if parameter.grad is not None]
-    most = _most_alive(lambda: optimizer.step_matrices(bad), model, [*gradients, *momenta])
+    peak = _peak_bytes(lambda: optimizer.step_matrices(bad), model, [*gradients, *momenta])
     model.zero_grad(set_to_none=True)
-    return most
+    return peak
 
 
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def _beside(job: Job) -> int:
-    """Return what is there beside tensors that a step makes: on a CPU the images that workers make ahead."""
+def _overhead_bytes(job: Job) -> int:
+    """Return memory outside the tensors of a step: CUDA workspaces, or on a CPU the prefetched images."""
     if job.device.type == "cuda":
         return KERNELS
     height, width = job.plan.model.image_size
@@ -244,7 +245,7 @@ def _beside(job: Job) -> int:
 
 
 def _copies(optimizer: Optimizer, name: str, parameter: Tensor) -> int:
-    """Return how many numbers an optimizer keeps for each one of a parameter."""
+    """Return how many copies of a parameter the optimizer state holds."""
     if optimizer.kind == "muon":
         return 1 if is_matrix(name, parameter) else 2
     return 2 if optimizer.kind != "sgd" else 1 if optimizer.momentum else 0
@@ -255,25 +256,25 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _generators(device: torch.device) -> list[torch.device]:
-    """Return the devices, beside the processor, whose random numbers a dry run must leave alone."""
+    """Return the devices, besides the CPU, whose random state a dry run must preserve."""
     return [device] if device.type == "cuda" else []
 
 
-def _most_alive(work: Callable[[], None], model: nn.Module, others: Iterable[Tensor] = ()) -> int:
-    """Return the most bytes that `work` has alive at one moment, beside the model and other tensors that are there."""
+def _peak_bytes(work: Callable[[], None], model: nn.Module, others: Iterable[Tensor] = ()) -> int:
+    """Return the peak bytes that `work` allocates, besides the model and `others`."""
     count = _Alive([*model.parameters(), *model.buffers(), *others])
     with count:
         work()
-    return count.most
+    return count.peak
 
 
 class _Alive(TorchDispatchMode):
-    """Counts the storages that operations make, from the moment they are made until nobody has them any more."""
+    """Counts the bytes of storages that operations allocate, for as long as they are alive."""
 
     def __init__(self, there: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.most = 0
-        self._known: dict[int, weakref.ref[Any]] = {}
+        self.now = self.peak = 0
+        self._storages: dict[int, weakref.ref[Any]] = {}
         for tensor in there:
             self._count(tensor, 0)
 
@@ -281,21 +282,21 @@ class _Alive(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors_in(result):
             self._count(tensor, tensor.untyped_storage().nbytes())
-        self.most = max(self.most, self.now)
+        self.peak = max(self.peak, self.now)
         return result
 
     def _count(self, tensor: Tensor, size: int) -> None:
-        # Views share a storage, which is one object for as long as anything lies in it.
+        # Views share one storage object.
         storage = tensor.untyped_storage()
         name = id(storage)
-        if name in self._known:
+        if name in self._storages:
             return
 
         def gone(_: Any) -> None:
             self.now -= size
-            del self._known[name]
+            del self._storages[name]
 
-        self._known[name] = weakref.ref(storage, gone)
+        self._storages[name] = weakref.ref(storage, gone)
         self.now += size
 
 
@@ -303,5 +304,5 @@ def _tensors_in(result: Any) -> Iterable[Tensor]:
     if isinstance(result, Tensor):
         yield result
     elif isinstance(result, tuple | list):
-        for part in result:
-            yield from _tensors_in(part)
+        for item in result:
+            yield from _tensors_in(item)

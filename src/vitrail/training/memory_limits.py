@@ -1,4 +1,4 @@
-"""How much memory a run may take where it computes: on a GPU, or on a machine and within what limits it."""
+"""The memory a run may use: on a GPU, or on this machine within its container and process limits."""
 
 import os
 import resource
@@ -12,29 +12,29 @@ ROOT = Path("/")
 
 
 class MemoryLimit(NamedTuple):
-    """The memory there is."""
+    """Available memory."""
 
     free: int
-    """Bytes that this process can still take, or has taken for tensors already."""
+    """Bytes that this process can still allocate, including its own tensors."""
     place: str
     """"the GPU", "this machine"."""
 
 
 def memory_limit(device: torch.device, held: int = 0) -> MemoryLimit:
-    """Return the memory that a run may take on a device, on which it holds `held` bytes of tensors already."""
+    """Return the memory that a run may use on a device; `held` bytes of tensors are already allocated."""
     if device.type == "cuda":
-        # What torch holds back for later is this process's own, whether tensors lie in it or not.
+        # Torch's caching allocator keeps freed memory reserved for this process.
         return MemoryLimit(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device), "the GPU")
     if device.type == "mps":
         return MemoryLimit(torch.mps.recommended_max_memory(), "the GPU")
-    siblings = os.environ.get("LOCAL_WORLD_SIZE", "1")  # the processes that torchrun started here share the machine
+    siblings = os.environ.get("LOCAL_WORLD_SIZE", "1")  # ranks started by torchrun share the machine
     return MemoryLimit(machine_memory() // (int(siblings) if siblings.isdecimal() else 1) + held, "this machine")
 
 
 def machine_memory(root: Path = ROOT) -> int:
-    """Return how many bytes this process can still take on this machine, by whatever limits it first.
+    """Return how many bytes this process can still allocate on this machine: the tightest of all limits.
 
-    `root` is where /proc and /sys lie.
+    `root` holds /proc and /sys.
     """
     found = [*_whole_machine(root), *_control_groups(root), *_process_limits(root)]
     return max(0, min(found, default=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
@@ -47,7 +47,7 @@ def _whole_machine(root: Path) -> Iterator[int]:
 
 
 def _process_limits(root: Path) -> Iterator[int]:
-    """What `ulimit -v` and `ulimit -d` leave."""
+    """Yield what `ulimit -v` and `ulimit -d` leave."""
     used = {line.split(":")[0]: line.split()[1] for line in _lines(root / "proc/self/status") if line.startswith("Vm")}
     for limit, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
         allowed = resource.getrlimit(limit)[0]
@@ -56,7 +56,7 @@ def _process_limits(root: Path) -> Iterator[int]:
 
 
 def _control_groups(root: Path) -> Iterator[int]:
-    """What a container's limits leave: those of its group and of every group around it, version 2 or 1."""
+    """Yield what cgroups (v2 or v1) leave, from this process's group up to the root."""
     for line in _lines(root / "proc/self/cgroup"):
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:
@@ -68,22 +68,22 @@ def _control_groups(root: Path) -> Iterator[int]:
             continue
         group = top / path.lstrip("/")
         for folder in (group, *group.parents):
-            yield from _left_in(folder, *names)
+            yield from _cgroup_free(folder, *names)
             if folder == top:
                 break
 
 
-def _left_in(group: Path, limit: str, usage: str, forgotten: str) -> Iterator[int]:
-    """Return what a group leaves: its limit less its use, in which files that were read long ago do not count."""
+def _cgroup_free(group: Path, limit: str, usage: str, inactive: str) -> Iterator[int]:
+    """Yield what a cgroup leaves: its limit minus its usage, not counting inactive page cache."""
     allowed, used = _lines(group / limit), _lines(group / usage)
     if not allowed or not used or not allowed[0].isdecimal():  # "max": no limit
         return
-    kept = [line.split()[1] for line in _lines(group / "memory.stat") if line.startswith(f"{forgotten} ")]
-    yield int(allowed[0]) - int(used[0]) + sum(map(int, kept))
+    cached = [line.split()[1] for line in _lines(group / "memory.stat") if line.startswith(f"{inactive} ")]
+    yield int(allowed[0]) - int(used[0]) + sum(map(int, cached))
 
 
 def _lines(path: Path) -> list[str]:
-    """Return the lines of a file; none where there is no such file."""
+    """Return the lines of a file, or none if it does not exist."""
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""What training makes small: the loss of logits (B, K) against targets (B, K), K classes."""
+"""The training objective: the loss of logits (B, K) against targets (B, K), K classes."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -16,7 +16,7 @@ from vitrail.schema import Frozen, Rate
 
 
 def _as_class_weights(value: Any) -> Any:
-    """Check the whole field at once, so that a fault is one sentence and not one for each kind it could be."""
+    """Validate the whole field at once, so that an error is one sentence and not one per member of the union."""
     if isinstance(value, (list, tuple)) and value:
         numbers = [number for number in value if isinstance(number, (int, float)) and not isinstance(number, bool)]
         if len(numbers) == len(value) and all(0 <= number < float("inf") for number in numbers) and any(numbers):
@@ -24,40 +24,40 @@ def _as_class_weights(value: Any) -> Any:
     elif value in ("none", "balanced"):
         return value
     raise PydanticCustomError(
-        "class_weights", "it should be 'none', 'balanced', or a list with one number, 0 or more, for each class"
+        "class_weights", "it should be 'none', 'balanced', or a list with one number >= 0 per class"
     )
 
 
 class Objective(Frozen):
-    """Which loss, and against which targets."""
+    """The loss and its targets."""
 
     loss: Literal["softmax", "sigmoid"] = "softmax"
-    """`softmax`: cross-entropy of one choice. `sigmoid`: one yes-or-no for each class, added up (Google's code)."""
+    """`softmax`: cross-entropy. `sigmoid`: binary cross-entropy summed over classes (as in Google's code)."""
     label_smoothing: Rate = 0.0
-    """Share of the target that is spread evenly over all classes."""
+    """Fraction of the target that is spread evenly over all classes."""
     class_weights: Annotated[Literal["none", "balanced"] | tuple[float, ...], BeforeValidator(_as_class_weights)] = (
         "none"
     )
-    """How much an image counts by its class: all alike, so that every class counts alike, or as the numbers say."""
+    """Loss weight of each class: none, `balanced` (inverse to its frequency), or one number per class."""
 
 
-def targets(labels: Tensor, classes: int, objective: Objective, share: Tensor | None = None) -> Tensor:
-    """Return targets (B, K) in float32 whose rows add up to 1: smoothed, then mixed with their partners' by `share`."""
+def targets(labels: Tensor, classes: int, objective: Objective, lam: Tensor | None = None) -> Tensor:
+    """Return targets (B, K) in float32 whose rows sum to 1: smoothed, then mixed with their partners' by `lam`."""
     smooth = objective.label_smoothing
     rows = F.one_hot(labels, classes).to(torch.float32)
     if smooth:
         rows = rows * (1 - smooth) + smooth / classes
-    return rows if share is None else mix_targets(rows, share)
+    return rows if lam is None else mix_targets(rows, lam)
 
 
 def loss(logits: Tensor, targets: Tensor, objective: Objective, weights: Tensor | None = None) -> Tensor:
-    """Return the mean loss over the batch, computed in float32 whatever the logits are in.
+    """Return the mean loss over the batch, computed in float32 or wider.
 
-    `weights` (K) come from `class_weights`. The sum is divided by the number of images and not by their weights, so
-    that a batch in parts, on several processes say, has the same gradient as the whole.
+    `weights` (K) come from `class_weights`. The sum is divided by the number of images, not by their weights, so that
+    micro-batches and ranks together give the gradient of the whole batch.
     """
     if logits.shape != targets.shape:
-        raise InputError(f"the model answers with {tuple(logits.shape)}, but targets are {tuple(targets.shape)}")
+        raise InputError(f"logits have shape {tuple(logits.shape)}, but targets have shape {tuple(targets.shape)}")
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     targets = targets.to(logits.dtype)
     weights = None if weights is None else weights.to(logits)
@@ -70,7 +70,7 @@ def loss(logits: Tensor, targets: Tensor, objective: Objective, weights: Tensor 
 
 
 def class_weights(labels: Tensor | NDArray[Any], classes: int, objective: Objective) -> Tensor | None:
-    """Return the weight (K) of each class that `loss` takes; None where all count alike.
+    """Return the class weights (K) for `loss`; None if all classes have weight 1.
 
     `labels` are those of the whole training split.
     """
@@ -83,9 +83,9 @@ def class_weights(labels: Tensor | NDArray[Any], classes: int, objective: Object
 
 
 def balanced_weights(labels: Tensor | NDArray[Any], classes: int) -> Tensor:
-    """Return weights (K) by which every class counts alike, and the images count 1 on average.
+    """Return weights (K) that make every class count equally, with a mean of 1 over the images.
 
-    A class without an image gets 0.
+    A class without images gets 0.
     """
     counts = torch.bincount(torch.as_tensor(labels).cpu(), minlength=classes).to(torch.float64)
     present = int((counts > 0).sum())
@@ -94,7 +94,7 @@ def balanced_weights(labels: Tensor | NDArray[Any], classes: int) -> Tensor:
 
 
 def only_in_training(recipe: Mapping[str, Any]) -> list[str]:
-    """Return what a settled recipe adds to the training loss and the validation loss is without."""
+    """Return what a resolved recipe adds to the training loss but not to the validation loss."""
     objective, mixing = recipe.get("objective") or {}, recipe.get("mixing") or {}
     smoothing = float(objective.get("label_smoothing", 0) or 0)
     mixed = [name for name, key in (("mixup", "mixup"), ("CutMix", "cutmix")) if mixing.get(key)]
@@ -106,9 +106,9 @@ def only_in_training(recipe: Mapping[str, Any]) -> list[str]:
 
 
 def loss_note(recipe: Mapping[str, Any]) -> tuple[str, str]:
-    """Say which losses are drawn, in two short lines: the training loss, and the validation loss beside it."""
+    """Describe the plotted losses in two short lines: training and validation."""
     if (recipe.get("objective") or {}).get("loss", "softmax") == "sigmoid":
-        return "training: a sum over yes-or-no decisions", "validation: log loss, so heights differ"
+        return "training: sum of sigmoid losses", "validation: log loss, on another scale"
     if added := only_in_training(recipe):
-        return f"training: with {', '.join(added)}", "validation: without, so heights cannot be compared"
-    return "training: images as augmented", "validation: images as they are"
+        return f"training: with {', '.join(added)}", "validation: without, so the two are not comparable"
+    return "training: augmented images", "validation: original images"

@@ -1,4 +1,4 @@
-"""Torch's optimisers, and which parameter gets which weight decay and which share of the learning rate."""
+"""Torch's optimizers, parameter groups, weight decay and layer-wise learning rate decay."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -15,44 +15,44 @@ from vitrail.schema import Sequence as AsTuple
 from vitrail.training.muon import Muon
 
 FUSED_DEVICES = ("cpu", "cuda", "mps")
-"""Where torch has an optimiser that is one kernel."""
+"""Devices with a fused torch optimizer."""
 STEM = ("patch_embed.", "cls_token", "dist_token", "reg_token", "mask_token", "pos_embed", "norm_pre.")
-"""How the names of parameters before the first block begin."""
+"""Name prefixes of parameters before the first block."""
 UNUSED = {
     "adamw": ("momentum", "nesterov"),
     "adam": ("momentum", "nesterov"),
     "sgd": ("betas", "eps"),
-    "muon": ("nesterov",),  # it always looks ahead
+    "muon": ("nesterov",),  # it always uses Nesterov momentum
 }
-"""Which settings mean nothing to an optimiser."""
+"""Settings that an optimizer does not use."""
 
 
 class Optimizer(Frozen):
-    """How gradients become new weights.
+    """The optimizer and its settings.
 
-    `adamw` takes lr × weight_decay × weight off the weights at each step, and is what the paper means by Adam with a
-    weight decay of 0.1; `adam` and `sgd` add weight_decay × weight to the gradient, as torch does. `muon` changes the
-    matrices inside blocks by orthogonal ones, and everything else as `adamw` does, with the same lr and weight_decay.
+    `adamw` subtracts lr × weight_decay × weight at each step, and is what the paper means by Adam with a weight decay
+    of 0.1; `adam` and `sgd` add weight_decay × weight to the gradient, as torch does. `muon` applies orthogonalised
+    updates to the matrices inside blocks and AdamW to everything else, with the same lr and weight_decay.
     """
 
     kind: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
     """The paper's Adam with weight decay is `adamw`."""
     lr: Annotated[float, Field(gt=0, le=1e3)] | None = None
-    """The peak of the schedule. None: left to be chosen, which must have been done when training begins."""
+    """The peak learning rate. None: chosen when the run starts."""
     weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.0
-    """On kernels only: no bias, norm, token, position or LayerScale factor decays."""
+    """Applied to kernels only, not to biases, norms, tokens, positions or LayerScale."""
     betas: Annotated[tuple[Rate, Rate], AsTuple] = (0.9, 0.999)
-    """How slowly Adam, AdamW and Muon's AdamW forget the mean of the gradients and of their squares."""
+    """Adam, AdamW and Muon's AdamW: decay of the running averages of the gradient and its square."""
     eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
-    """Adam, AdamW and Muon's AdamW: added to the root of the mean square."""
+    """Adam, AdamW and Muon's AdamW: added to the denominator for numerical stability."""
     momentum: Rate = 0.9
-    """SGD and Muon: how slowly they forget past gradients; 0.95 is usual for Muon."""
+    """SGD and Muon: momentum factor; 0.95 is usual for Muon."""
     nesterov: bool = False
-    """SGD: look ahead along the momentum."""
+    """SGD: use Nesterov momentum."""
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Each layer learns this many times as fast as the one above it (BEiT, MAE). None: all learn alike."""
-    clip: Annotated[float, Field(gt=0)] | None = None
-    """Longest gradient, as the norm over all parameters; longer ones are scaled down to it. None: no limit."""
+    """Layer-wise learning rate decay (BEiT, MAE): factor per layer, from the head down. None: off."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = None
+    """Clip gradients to this global norm. None: no clipping."""
 
     @model_validator(mode="after")
     def _only_what_it_uses(self) -> Self:
@@ -60,24 +60,24 @@ class Optimizer(Frozen):
             value, default = getattr(self, name), type(self).model_fields[name].default
             if value != default:
                 raise ConfigError(
-                    f"{name} {value} means nothing with kind {self.kind!r}; leave it out (it is {default} by default)"
+                    f"{name} {value} has no effect with kind {self.kind!r}; leave it out (default {default})"
                 )
         if self.nesterov and not self.momentum:
-            raise ConfigError("nesterov looks ahead along the momentum, but momentum is 0.0; give it a momentum")
+            raise ConfigError("nesterov needs a momentum, but momentum is 0.0; set momentum")
         return self
 
 
 def parameter_groups(model: nn.Module, config: Optimizer) -> list[dict[str, Any]]:
-    """Sort the parameters that are trained into groups for torch's optimisers, from the stem to the head.
+    """Group the trainable parameters for torch's optimizers, from the stem to the head.
 
-    Each group has, beside what torch reads (`params`, `param_names`, `weight_decay`), a `name` and the `lr_scale` that
-    `set_learning_rate` multiplies the learning rate by, and what `Muon` reads. Order follows the model, so it is the
-    same in every run.
+    Besides what torch reads (`params`, `param_names`, `weight_decay`), each group has a `name`, the `lr_scale` that
+    `set_learning_rate` multiplies the learning rate by, and what `Muon` reads. The order follows the model, so it is
+    the same in every run.
     """
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not trained:
         raise ConfigError(
-            f"all {sum(1 for _ in model.parameters())} parameters are frozen, so nothing is left to train"
+            f"all {sum(1 for _ in model.parameters())} parameters are frozen, so there is nothing to train"
         )
     depth = 1 + max((_block_of(name) for name, _ in model.named_parameters()), default=-1)
     groups: dict[tuple[int, bool, bool], dict[str, Any]] = {}
@@ -104,31 +104,31 @@ def parameter_groups(model: nn.Module, config: Optimizer) -> list[dict[str, Any]
 
 
 def is_kernel(name: str, parameter: Tensor) -> bool:
-    """Say whether a parameter multiplies features with each other: those alone have a reason to decay."""
+    """Whether a parameter is a kernel (multiplies features); only kernels get weight decay."""
     leaf = name.rpartition(".")[2]
     added = leaf.endswith("_token") or leaf.startswith("pos_embed") or leaf in ("rel_pos", "latent", "gamma")
     return parameter.ndim >= 2 and not added
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    """Say whether a parameter is what Muon is for: a matrix inside a block, from features to features."""
+    """Whether Muon updates a parameter: a 2-D kernel inside a block."""
     return _block_of(name) >= 0 and parameter.ndim == 2 and is_kernel(name, parameter)
 
 
 def make_optimizer(model: nn.Module, config: Optimizer, *, fused: bool | None = None) -> torch.optim.Optimizer:
-    """Return torch's optimiser for the parameters of `model` that are not frozen.
+    """Return the optimizer for the trainable parameters of `model`.
 
-    With `fused` None, its one-kernel form is taken wherever torch has one for the device and the dtype.
+    With `fused=None`, the fused implementation is used wherever torch has one for the device and the dtype.
     """
     if config.lr is None:
-        raise ConfigError("the optimiser has no learning rate; set lr")
+        raise ConfigError("the optimizer has no learning rate; set lr")
     groups = parameter_groups(model, config)
     parameters: list[Tensor] = [parameter for group in groups for parameter in group["params"]]
     possible = all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in parameters)
     if fused and not possible:
         devices = ", ".join(sorted({p.device.type for p in parameters}))
         raise ConfigError(
-            f"a fused optimiser runs on {', '.join(FUSED_DEVICES)}, but parameters are on {devices}; leave fused out"
+            f"a fused optimizer runs on {', '.join(FUSED_DEVICES)}, but parameters are on {devices}; leave fused out"
         )
     fused = possible if fused is None else fused
     optimizer = _torch_optimizer(groups, config, config.lr, fused)
@@ -137,7 +137,7 @@ def make_optimizer(model: nn.Module, config: Optimizer, *, fused: bool | None = 
 
 
 def _torch_optimizer(groups: list[dict[str, Any]], config: Optimizer, lr: float, fused: bool) -> torch.optim.Optimizer:
-    # weight_decay is in every group; AdamW's own default must never count.
+    # Every group sets weight_decay, so AdamW's own default is never used.
     match config.kind:
         case "adamw":
             return torch.optim.AdamW(groups, lr, betas=config.betas, eps=config.eps, fused=fused)
@@ -150,32 +150,31 @@ def _torch_optimizer(groups: list[dict[str, Any]], config: Optimizer, lr: float,
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every group, each by its own share."""
+    """Set the learning rate of every group, scaled by its `lr_scale`."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
 
 
-def clip_gradients(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
-    """Scale the gradients down until their norm, over all of them together, is at most `limit`.
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
+    """Clip the gradients to a global norm of `max_norm`; None only computes the norm.
 
-    Returns the norm before that, which is NaN or infinite where a gradient is; nobody has waited for it yet. Without a
-    limit it only measures.
+    Returns the norm before clipping, without a synchronisation; it is NaN or infinite if any gradient is.
     """
-    found = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in found if parameter.grad is not None])
-    if limit is not None:
-        nn.utils.clip_grads_with_norm_(found, limit, norm)
+    with_grad = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in with_grad if parameter.grad is not None])
+    if max_norm is not None:
+        nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm)
     return norm
 
 
-def can_leave_out(optimizer: torch.optim.Optimizer) -> bool:
-    """Say whether `step_unless` knows how: torch's one-kernel forms and Muon look at the device's own word for it."""
+def can_skip_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `step_unless` works: fused torch optimizers and Muon read `found_inf` on the device."""
     return all(group.get("fused") or group["matrices"] for group in optimizer.param_groups)
 
 
 def step_unless(bad: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Take a step, but leave every number as it is where `bad` is 1, without asking the device which it is."""
-    # What torch's own GradScaler tells an optimiser of this kind.
+    """Take a step unless `bad` is 1, without a device synchronisation."""
+    # The interface torch's GradScaler uses for fused optimizers.
     optimizer.found_inf = bad.to(torch.float32)  # type: ignore[attr-defined]
     try:
         optimizer.step()
@@ -184,20 +183,20 @@ def step_unless(bad: Tensor, optimizer: torch.optim.Optimizer) -> None:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Stop training the parameters whose names match, and return their names.
+    """Freeze the parameters whose names match, and return their names.
 
-    Patterns are the shell's: `blocks.*`, `*.bias`. One that begins with "!" takes back what those before it froze, so
-    `("*", "!head.*")` leaves only the head to train. A BatchNorm that is frozen keeps its statistics, too.
+    Patterns are shell-style: `blocks.*`, `*.bias`. A leading "!" unfreezes what earlier patterns froze, so
+    `("*", "!head.*")` trains only the head. A frozen BatchNorm also keeps its statistics.
     """
     names = [name for name, _ in model.named_parameters()]
     if patterns and patterns[0].startswith("!"):
-        raise ConfigError(f"the pattern {patterns[0]!r} takes back what those before it froze; put '*' before it")
+        raise ConfigError(f"the pattern {patterns[0]!r} unfreezes what earlier patterns froze; put '*' before it")
     frozen: set[str] = set()
     for pattern in patterns:
         matched = {name for name in names if fnmatchcase(name, pattern.removeprefix("!"))}
         if not matched:
             raise ConfigError(
-                f"no parameter is called {pattern.removeprefix('!')!r}"
+                f"no parameter matches {pattern.removeprefix('!')!r}"
                 + (suggest(pattern.removeprefix("!"), _patterns_for(names)) or f"; there is {', '.join(names[:3])}, …")
             )
         frozen = frozen - matched if pattern.startswith("!") else frozen | matched
@@ -211,20 +210,20 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def _patterns_for(names: list[str]) -> list[str]:
-    """Return patterns that match something: every name, and every module with a star behind it."""
-    parts = [name.split(".") for name in names]
-    modules = {".".join([*part[:length], "*"]): None for part in parts for length in range(1, len(part))}
+    """Return patterns that match something: every name, and every module followed by `.*`."""
+    paths = [name.split(".") for name in names]
+    modules = {".".join([*path[:length], "*"]): None for path in paths for length in range(1, len(path))}
     return [*modules, *names]
 
 
 def _block_of(name: str) -> int:
-    """Return the number of the block a parameter lies in, or -1."""
-    found = re.match(r"blocks\.(\d+)\.", name)
-    return int(found[1]) if found else -1
+    """Return the index of a parameter's block, or -1."""
+    match = re.match(r"blocks\.(\d+)\.", name)
+    return int(match[1]) if match else -1
 
 
 def _level_of(name: str, depth: int) -> int:
-    """Return the layer of a parameter: 0 the stem, 1 to depth the blocks, depth + 1 whatever follows them."""
+    """Return the layer of a parameter: 0 for the stem, 1 to depth for the blocks, depth + 1 for the rest."""
     if name.startswith(STEM):
         return 0
     block = _block_of(name)
@@ -232,7 +231,7 @@ def _level_of(name: str, depth: int) -> int:
 
 
 def _group_name(level: int, depth: int, decays: bool, matrix: bool, *, layered: bool) -> str:
-    """Name a group: "decay", or with layer-wise decay "blocks.3.no_decay"."""
+    """Return a group's name: "decay", or with layer-wise decay "blocks.3.no_decay"."""
     kind = "matrices" if matrix else "decay" if decays else "no_decay"
     place = "stem" if level == 0 else "head" if level > depth else f"blocks.{level - 1}"
     return f"{place}.{kind}" if layered else kind

@@ -1,4 +1,4 @@
-"""The step that a device may still be busy with, and the clock of the steps."""
+"""The step that the device may still be computing, and the step timer."""
 
 import time
 
@@ -7,31 +7,31 @@ from vitrail.training.step import PendingStep
 
 
 class PipelinedStep:
-    """Keeps a step until its numbers are asked for."""
+    """Holds a launched step until its metrics are read."""
 
     def __init__(self) -> None:
-        self.taken: PendingStep | None = None
+        self.pending: PendingStep | None = None
         self.batch: Batch | None = None
-        self.rate = self.waited_for = 0.0
-        self.begin()
+        self.lr = self.waited_for = 0.0
+        self.restart()
 
-    def begin(self) -> None:
-        """Start the clock."""
+    def restart(self) -> None:
+        """Start the timer."""
         self.since, self.idle = time.monotonic(), 0.0
 
     def waited(self, seconds: float) -> float:
-        """Return how much of a wait for images counts: nothing, if the device was busy all along."""
-        idle = 0.0 if self.taken is not None and self.taken.is_busy() else seconds
+        """Return how much of a wait for data counts: nothing if the device was busy throughout."""
+        idle = 0.0 if self.pending is not None and self.pending.is_busy() else seconds
         self.idle += idle
         return idle
 
-    def put(self, taken: PendingStep, batch: Batch, rate: float, waited: float) -> None:
-        """Keep a step, with what it was made of."""
-        self.taken, self.batch, self.rate, self.waited_for = taken, batch, rate, waited
+    def put(self, pending: PendingStep, batch: Batch, lr: float, waited: float) -> None:
+        """Store a launched step with its batch and learning rate."""
+        self.pending, self.batch, self.lr, self.waited_for = pending, batch, lr, waited
 
     def done(self) -> float:
-        """Return the seconds since the step before was done, without the waits for images that count."""
+        """Return the seconds since the previous step finished, without the counted waits for data."""
         took = time.monotonic() - self.since - self.idle
-        self.taken = self.batch = None
-        self.begin()
+        self.pending = self.batch = None
+        self.restart()
         return max(took, 0.0)

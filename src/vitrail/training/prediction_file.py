@@ -1,4 +1,4 @@
-"""test_predictions.parquet: what the best model answered to every image of the part it is judged on."""
+"""test_predictions.parquet: the best model's prediction for every image of the split it is evaluated on."""
 
 import hashlib
 import json
@@ -13,21 +13,21 @@ from vitrail.metrics.classification import log_losses
 from vitrail.training.run_folder import whole
 
 TOP = 5
-"""How many classes are kept for an image. All of them would be 200 MB for 50,000 images of 1,000 classes."""
+"""Classes kept per image. All of them would take 200 MB for 50,000 images of 1,000 classes."""
 
 
 def digest_of(source: Source, index: int) -> str:
-    """Return what tells an image from every other, whatever it is called: a digest of what is stored."""
+    """Return a digest of an image's stored content, independent of its name."""
     try:
         stored = source.read(index)
-    except DataError:  # it was there a moment ago
+    except DataError:  # deleted since it was predicted
         return ""
     content = stored if isinstance(stored, bytes) else np.ascontiguousarray(stored).tobytes()
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def write_test_predictions(predictions: Predictions, source: Source, path: Path) -> None:
-    """Write a row for each image that could be read, in the order of the source."""
+    """Write a row for each readable image, in the order of the source."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,7 +1,7 @@
-"""`Recipe`: everything that decides what a training run computes, as one typed value that is read from TOML.
+"""`Recipe`: everything that decides what a training run computes, as one typed value read from TOML.
 
-A field that is None is chosen for the data and the model when the run starts (`choices.py`), shown with the reason, and
-written into the run's own recipe, which has no None left among them.
+A field that is None is resolved from the data and the model when the run starts (`defaults.py`), printed with the
+reason, and written into the run's recipe.toml.
 """
 
 import hashlib
@@ -32,9 +32,9 @@ from vitrail.training.objectives import Objective
 from vitrail.training.optimizers import Optimizer
 from vitrail.training.schedules import Schedule
 
-Share = Annotated[float, Field(ge=0, lt=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 _MODEL_HAS = {"size": "image_size", "channels": "channels"}
-ALSO_CALLED = {
+ALIASES = {
     "batch_size": "batch",
     "num_epochs": "epochs",
     "learning_rate": "optimizer.lr",
@@ -42,43 +42,43 @@ ALSO_CALLED = {
     "wd": "optimizer.weight_decay",
     "class_weights": "objective.class_weights",
 }
-"""What other libraries call some options."""
+"""Names that other libraries use for some options."""
 ARGUMENTS = {
     "num_workers": "vitrail calls it workers",
     "output_dir": "vitrail calls it folder",
     "run": "it is folder in Python",
     "set": "it is changes in Python, such as changes=['epochs=3']",
-    "pretrained": "vitrail calls it start, such as start='timm:name.tag'",
-    "model": "start takes a model that exists, and changes=['model.name=S/16'] gives a fresh one its size",
+    "weights": "vitrail calls it pretrained, such as pretrained='timm:name.tag'",
+    "model": "pretrained takes an existing model; changes=['model.name=S/16'] selects a model to train from scratch",
     "resume": "the same call finds the same folder and resumes",
 }
-"""What people call some arguments of `train`, and what they are told."""
+"""Names that other libraries use for some arguments of `train`, with a hint for each."""
 
 
 def _as_batch(value: Any) -> Any:
-    """Check the whole field at once, so that a fault is one sentence and not one for each kind it could be."""
+    """Validate the whole field at once, so that an error is one sentence and not one per member of the union."""
     if hasattr(value, "__index__") and not isinstance(value, bool) and 0 < operator.index(value) <= LIMIT:
         return operator.index(value)
     if value is None or value == "auto":
         return value
-    raise PydanticCustomError("batch", f"it should be a whole number from 1 to {LIMIT:,}, or 'auto'")
+    raise PydanticCustomError("batch", f"it should be an integer from 1 to {LIMIT:,}, or 'auto'")
 
 
 class DataSettings(Frozen):
-    """What is trained on, and how it is read."""
+    """The training data and how it is read."""
 
-    val: Share = 0.1
-    """Share of every class for the validation split, where the data names none."""
-    test: Share = 0.2
-    """Share of every class for the test split, where the data names none."""
+    val: Fraction = 0.1
+    """Fraction of every class for the validation split, if the data does not define one."""
+    test: Fraction = 0.2
+    """Fraction of every class for the test split, if the data does not define one."""
     balance: bool = False
-    """Show every class equally often."""
+    """Sample every class equally often."""
     repeats: Positive = 1
-    """How often a batch shows the same image, each time cut anew."""
+    """Repeated augmentation: how often a batch contains the same image, each time augmented anew."""
     cache: Positive | None = None
-    """Keep images decoded, with so many pixels along the shorter side. None: read the files."""
+    """Cache decoded images with this shorter side in pixels. None: decode the files every time."""
     on_device: bool = False
-    """Keep all training images on the device and vary them there: for small images, where reading is the bound."""
+    """Keep all training images on the device and augment them there: for small images, where loading is slow."""
     bad_files: BadFiles = "skip"
     """`skip` replaces an image that cannot be read by another one and records it; `refuse` stops the run."""
 
@@ -89,13 +89,13 @@ class Recipe(Frozen):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Random seed. Shuffling, augmentation, initialisation and dropout derive from it."""
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """How often every image is shown."""
+    """Number of passes over the training split."""
     steps: Positive | None = None
     """The length of the run in steps, instead of `epochs`."""
     batch: Annotated[int | Literal["auto"] | None, BeforeValidator(_as_batch)] = None
-    """Images in a step, over all processes; "auto" halves the usual number until memory is enough."""
+    """Images per step, over all ranks; "auto" halves the default until it fits in memory."""
     gradient_accumulation: Positive = 1
-    """Into how many parts a process cuts its share of a batch, to save memory."""
+    """Micro-batches per step and rank; more of them save memory."""
     precision: Literal["auto", "float32", "bf16", "fp16"] = "auto"
     """`auto`: bf16 where the device is clearly faster with it, otherwise float32."""
     compile: bool = False
@@ -103,24 +103,24 @@ class Recipe(Frozen):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     deterministic: bool = False
-    """On CUDA: algorithms that give the same bits every time, at some cost of speed."""
+    """On CUDA: use deterministic algorithms, which are slower."""
     evaluations: Positive = 20
-    """How often, spread evenly over the run, the validation split is measured."""
+    """Number of validations, spread evenly over the run."""
     patience: Count = 0
-    """Stop after so many measurements without a better one; 0 never stops early."""
+    """Stop early after this many validations without improvement; 0 disables early stopping."""
     criterion: Criterion | None = None
-    """What the best checkpoint has most of on the val split: `accuracy`, `balanced_accuracy`, `macro_f1`, or the least
-    `loss`. None: balanced_accuracy where classes are balanced or weighted, else accuracy."""
+    """The validation metric that selects the best checkpoint: `accuracy`, `balanced_accuracy`, `macro_f1` or `loss`.
+    None: balanced_accuracy if classes are balanced or weighted, else accuracy."""
     save_minutes: Annotated[float, Field(ge=0, le=1e5)] = 5.0
-    """Minutes between two saved states; every measurement of the validation split saves one, too."""
+    """Minutes between saved training states; every validation saves one, too."""
     model: dict[str, Any] = Field(default_factory=dict)
-    """Fields of `ViTConfig`; `name` starts from a named model ("S/16"), `paper = true` from the ViT paper's options."""
+    """Fields of `ViTConfig`; `name` selects a named model ("S/16"), `paper = true` the ViT paper's options."""
     preprocess: dict[str, Any] = Field(default_factory=dict)
     """Fields of `Preprocess`, such as `resize_to`; size and channels follow from the model."""
     pretrained: FinetuneInit | None = None
-    """How the model of --from is fitted to the data. Where a recipe has it, such a model must be given."""
+    """How to adapt the model of --from to the data. A recipe with this table requires --from."""
     freeze: Annotated[tuple[str, ...], AsTuple] = ()
-    """Patterns of parameters that stay as they are: "blocks.*"."""
+    """Patterns of parameters to freeze: "blocks.*"."""
     data: DataSettings = DataSettings()
     augmentation: Augmentation | None = None
     mixing: Mixing | None = None
@@ -130,10 +130,10 @@ class Recipe(Frozen):
     objective: Objective = Objective()
 
     @model_validator(mode="after")
-    def _parts_agree(self) -> Self:
+    def _check_consistency(self) -> Self:
         if self.epochs is not None and self.steps is not None:
             raise ConfigError(
-                f"epochs is {self.epochs:g} and steps is {self.steps}; leave one of them out, or take it back with "
+                f"epochs is {self.epochs:g} and steps is {self.steps}; leave one of them out, or unset it with "
                 f"epochs=none or steps=none"
             )
         for name in ("size", "channels"):
@@ -141,45 +141,45 @@ class Recipe(Frozen):
                 raise ConfigError(f"preprocess.{name} follows from the model; set model.{_MODEL_HAS[name]} instead")
         if isinstance(self.batch, int) and self.batch % (self.data.repeats * self.gradient_accumulation):
             raise ConfigError(
-                f"a batch of {self.batch} is no multiple of data.repeats {self.data.repeats} × gradient_accumulation "
-                f"{self.gradient_accumulation}; change one of them"
+                f"a batch of {self.batch} is not a multiple of data.repeats {self.data.repeats} × "
+                f"gradient_accumulation {self.gradient_accumulation}; change one of them"
             )
         return self
 
     def check_pretrained(self, pretrained: object) -> None:
-        """Refuse a recipe that trains a model that exists where none is given."""
+        """Raise if this is a fine-tuning recipe but no pretrained model is given."""
         if self.pretrained is not None and pretrained is None:
-            raise ConfigError("this recipe trains a model that exists; say which with --from, or take another recipe")
+            raise ConfigError("this recipe fine-tunes a pretrained model; pass one with --from, or use another recipe")
 
-    def settled_criterion(self) -> Criterion:
-        """Return the criterion, or what follows from the class weights where none is named."""
-        alike = self.data.balance or self.objective.class_weights != "none"
-        return self.criterion or default_criterion(classes_count_alike=alike)
+    def resolved_criterion(self) -> Criterion:
+        """Return the criterion, or its default given the class weights."""
+        balanced = self.data.balance or self.objective.class_weights != "none"
+        return self.criterion or default_criterion(class_balanced=balanced)
 
     def fingerprint(self) -> str:
-        """Return a short name for exactly these settings."""
+        """Return a short hash of all settings."""
         return hashlib.blake2b(self.to_json().encode(), digest_size=3).hexdigest()
 
 
 def preset_names() -> list[str]:
-    """Return the names of the recipes that come with the package."""
+    """Return the names of the bundled recipes."""
     return sorted(entry.name.removesuffix(".toml") for entry in _presets().iterdir() if entry.name.endswith(".toml"))
 
 
 def read_recipe(
     name: str | Path | Recipe, changes: Sequence[str] = (), values: Mapping[str, Any] | None = None
 ) -> Recipe:
-    """Read a recipe by its name or from a file, or take one; with changes such as "optimizer.lr=3e-4".
+    """Read a recipe by name or from a file, and apply changes such as "optimizer.lr=3e-4".
 
-    `values` are changes that are values already: {"optimizer.lr": 3e-4}.
+    `values` are changes with parsed values: {"optimizer.lr": 3e-4}.
     """
     table = json.loads(name.to_json()) if isinstance(name, Recipe) else _table(name)
     if isinstance(changes, (str, Mapping)):
-        raise ConfigError(f"changes is {changes!r}; write a list of texts: changes=['optimizer.lr=3e-4']")
+        raise ConfigError(f"changes is {changes!r}; pass a list of strings: changes=['optimizer.lr=3e-4']")
     for change in changes:
         path, equals, text = change.partition("=")
         if not equals or not path.strip():
-            raise ConfigError(f"{change!r} changes nothing; write optimizer.lr=3e-4")
+            raise ConfigError(f"{change!r} is not a change; write optimizer.lr=3e-4")
         check_name(path.strip(), text)
         _set(table, path, read_value(text))
     for path, value in (values or {}).items():
@@ -189,23 +189,23 @@ def read_recipe(
 
 
 def check_name(path: str, value: str) -> None:
-    """Refuse a name that is only the end of another one, or what others call it, and say the full name."""
+    """Raise for an abbreviated name or another library's name, and suggest the full name."""
     full = None if path.partition(".")[0] in Recipe.model_fields else full_name(path)
     if full is not None:
         raise ConfigError(f"a recipe has no option {path!r}; did you mean --set {full}={value.strip()}?")
 
 
 def full_name(name: str) -> str | None:
-    """Return the option that is called `name`, by its own name, its end, or what others call it; None without one."""
+    """Return the full name of an option from its name, its last component or an alias; None if there is none."""
     names = option_names()
     leaf = name.rpartition(".")[2]
-    if name in names or leaf in ALSO_CALLED:
-        return name if name in names else ALSO_CALLED[leaf]
+    if name in names or leaf in ALIASES:
+        return name if name in names else ALIASES[leaf]
     return next((option for option in names if option.endswith(f".{leaf}")), None)
 
 
 def unknown_setting(function: Callable[..., object], argument: str, value: object) -> ConfigError:
-    """Return the error for an argument that `train` or `sweep` does not have: most are settings of the recipe."""
+    """Return the error for an unknown argument of `train` or `sweep`; most belong in the recipe."""
     hint = ""
     if argument in ARGUMENTS:
         hint = ARGUMENTS[argument]
@@ -216,30 +216,30 @@ def unknown_setting(function: Callable[..., object], argument: str, value: objec
 
 
 def option_names() -> list[str]:
-    """Return the full names of all options of a recipe: epochs, optimizer.lr, model.width."""
+    """Return the full names of all recipe options: epochs, optimizer.lr, model.width."""
     inner: dict[str, type[Frozen]] = {"model": ViTConfig, "preprocess": Preprocess}
-    found: list[str] = []
+    names: list[str] = []
     for name, field in Recipe.model_fields.items():
-        parts = (field.annotation, *get_args(field.annotation))
-        kinds = [part for part in parts if isinstance(part, type) and issubclass(part, Frozen)]
+        types = (field.annotation, *get_args(field.annotation))
+        kinds = [kind for kind in types if isinstance(kind, type) and issubclass(kind, Frozen)]
         config = inner.get(name) or (kinds[0] if kinds else None)
-        found.append(name)
-        found += [f"{name}.{leaf}" for leaf in (config.model_fields if config is not None else ())]
-    return [*found, "model.name", "model.paper"]
+        names.append(name)
+        names += [f"{name}.{leaf}" for leaf in (config.model_fields if config is not None else ())]
+    return [*names, "model.name", "model.paper"]
 
 
 def default_recipe(pretrained: object) -> str:
-    """Return the name of the recipe that is taken when none is asked for."""
+    """Return the name of the default recipe."""
     return "scratch-small" if pretrained is None else "finetune"
 
 
 def read_value(text: str) -> Any:
-    """Read a value as TOML (.5 stands for 0.5), none as None; what is neither is a word."""
+    """Parse a value as TOML (.5 means 0.5), "none" as None; anything else is a string."""
     word = text.strip()
     number = re.sub(r"^([-+]?)\.(?=[0-9])", r"\g<1>0.", word)
     try:
         value = parse_toml(f"value = {number}")["value"]
-        json.dumps(value)  # a date is TOML, too, but no value of a recipe
+        json.dumps(value)  # TOML has dates, recipes do not
     except (ContentError, TypeError):
         return None if word == "none" else word
     return value
@@ -255,9 +255,11 @@ def _table(name: str | Path) -> dict[str, Any]:
         return read_toml(place) if isinstance(place, Path) else parse_toml(place.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if str(name).endswith(".toml"):
-            raise ConfigError(f"there is no file {name}; give a recipe that is there, or a name of our own") from None
+            raise ConfigError(
+                f"there is no file {name}; pass an existing recipe file or the name of a bundled recipe"
+            ) from None
         raise ConfigError(
-            f"no recipe is called {str(name)!r}; there are {', '.join(preset_names())}, or give a .toml file"
+            f"there is no recipe {str(name)!r}; choose from {', '.join(preset_names())}, or pass a .toml file"
             f"{suggest(str(name), preset_names())}"
         ) from None
     except OSError as error:
@@ -267,8 +269,8 @@ def _table(name: str | Path) -> dict[str, Any]:
 
 
 def _set(table: dict[str, Any], path: str, value: Any) -> None:
-    """Change one value of a table, by its dotted name."""
-    *parents, leaf = (part.strip() for part in path.split("."))
+    """Set one value of a table by its dotted name."""
+    *parents, leaf = (key.strip() for key in path.split("."))
     for parent in parents:
         inner = table.get(parent)
         if inner is None:
@@ -276,27 +278,27 @@ def _set(table: dict[str, Any], path: str, value: Any) -> None:
         if not isinstance(inner, dict):
             raise ConfigError(f"{path.strip()} cannot be set, because {parent} is {inner!r}")
         table = inner
-    table[leaf] = _nothing(parents, leaf) if value is None else value
+    table[leaf] = _none_value(parents, leaf) if value is None else value
 
 
-def _nothing(parents: list[str], leaf: str) -> str | None:
-    """Return what "none" means for a field: the word, where it is one of the field's choices, or that it is not set."""
+def _none_value(parents: list[str], leaf: str) -> str | None:
+    """Return what "none" means for a field: the string if it is one of the field's literals, else None."""
     fields: Mapping[str, Any] = Recipe.model_fields
     for parent in parents:
         kind = ViTConfig if parent == "model" else fields[parent].annotation if parent in fields else None
-        kinds = [part for part in (kind, *get_args(kind)) if isinstance(part, type) and issubclass(part, Frozen)]
+        kinds = [k for k in (kind, *get_args(kind)) if isinstance(k, type) and issubclass(k, Frozen)]
         fields = kinds[0].model_fields if kinds else {}
-    return "none" if leaf in fields and "none" in _words(fields[leaf].annotation) else None
+    return "none" if leaf in fields and "none" in _literals(fields[leaf].annotation) else None
 
 
-def _words(annotation: Any) -> list[str]:
-    """Return the words that a field may be."""
-    parts = get_args(annotation)
-    return [part for part in parts if isinstance(part, str)] + [word for part in parts for word in _words(part)]
+def _literals(annotation: Any) -> list[str]:
+    """Return the string literals of an annotation."""
+    args = get_args(annotation)
+    return [arg for arg in args if isinstance(arg, str)] + [literal for arg in args for literal in _literals(arg)]
 
 
 def write_toml(recipe: Recipe) -> str:
-    """Return a recipe as TOML, with every value written out; what is None is left out."""
+    """Return a recipe as TOML with every value; None is omitted."""
     lines: list[str] = []
     _write_table(json.loads(recipe.to_json()), (), lines)
     return "\n".join(lines).lstrip("\n") + "\n"
@@ -315,7 +317,7 @@ def _write_table(table: Mapping[str, Any], path: tuple[str, ...], lines: list[st
 def _toml(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_inline(item) for item in value) + "]"
-    return json.dumps(value, ensure_ascii=False)  # numbers, words and truth values look the same in both
+    return json.dumps(value, ensure_ascii=False)  # numbers, strings and booleans look the same in TOML
 
 
 def _inline(value: Any) -> str:

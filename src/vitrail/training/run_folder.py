@@ -1,4 +1,4 @@
-"""The folder of a run: its name, who may write to it, and what lies in it.
+"""The run folder: its name, its lock and its files.
 
 recipe.toml split.json stamps.index contents.index check.json samples/ metrics.jsonl log.txt best/ last/ state/
 sessions.json result.json; and with the extra `train`: curves.png tensorboard/ test_predictions.parquet
@@ -39,25 +39,25 @@ NUMBERS = frozenset(
         "best",
     }
 )
-"""What is a number in every row of a journal that has it."""
+"""Keys of the metrics file that hold numbers."""
 LOCK = ".lock"
-"""Every run folder has it, from its first moment on."""
+"""Present in every run folder from the start."""
 SWEEP = "sweep.json"
-"""What a folder of several runs has instead."""
+"""Marks the folder of a sweep."""
 CURVES, EVENTS, TEST_PREDICTIONS = "curves.png", "tensorboard", "test_predictions.parquet"
 
 
 class Origin(NamedTuple):
-    """What a run is made from, beside its recipe."""
+    """The inputs of a run besides its recipe."""
 
     data: str
-    """Where the images are."""
+    """Path of the data."""
     pretrained: str
-    """A checksum of the model it starts from, its weights and its config; nothing for a fresh one."""
+    """Checksum of the pretrained model's weights and config; empty when training from scratch."""
 
 
 def origin_of(data: str | Path, pretrained: Bundle | None) -> Origin:
-    """Say what a run is made from."""
+    """Return the origin of a run."""
     place = str(data) if str(data) == BUILT_IN else str(Path(data).resolve())
     if pretrained is None:
         return Origin(place, "")
@@ -69,69 +69,75 @@ def origin_of(data: str | Path, pretrained: Bundle | None) -> Origin:
 
 
 def default_folder(origin: Origin, recipes: Sequence[Recipe]) -> Path:
-    """Return where a run, or a sweep, lies: the same command finds the same folder, anything else another one."""
+    """Return the folder of a run or a sweep: the same command finds the same folder, any other command another."""
     words = "\n".join([*sorted(recipe.to_json() for recipe in recipes), *origin])
-    mark = hashlib.blake2b(words.encode(), digest_size=3).hexdigest()
-    return Path("runs") / f"{Path(origin.data).name or 'data'}-{mark}"
+    fingerprint = hashlib.blake2b(words.encode(), digest_size=3).hexdigest()
+    return Path("runs") / f"{Path(origin.data).name or 'data'}-{fingerprint}"
 
 
 def keep_origin(folder: Path, origin: Origin) -> str | None:
-    """Write down what a new run is made from. An old one must start from the same weights; say if its data moved."""
+    """Record the origin of a new run. A resumed run must use the same weights; return a note if its data moved."""
     path = folder / ORIGIN
     if not path.exists():
         write_json(path, origin._asdict())
         return None
-    found = read_in_run(path, read_json)
-    if not isinstance(found, dict) or not all(isinstance(found.get(name), str) for name in Origin._fields):
-        raise damaged(path, "lacks what a run writes there")
-    old = Origin(*(found[name] for name in Origin._fields))
+    stored = read_in_run(path, read_json)
+    if not isinstance(stored, dict) or not all(isinstance(stored.get(name), str) for name in Origin._fields):
+        raise corrupt(path, "lacks required keys")
+    old = Origin(*(stored[name] for name in Origin._fields))
     if old.pretrained != origin.pretrained:
-        began = (
-            "fresh weights" if not old.pretrained else "other weights" if origin.pretrained else "a model that exists"
+        initial = (
+            "from scratch"
+            if not old.pretrained
+            else "from other weights"
+            if origin.pretrained
+            else "from a pretrained model"
         )
-        raise ConfigError(f"{folder} holds a run that began with {began}; choose another --run, or start from the same")
+        raise ConfigError(
+            f"{folder} holds a run that was trained {initial}; choose another --run, or use the same initialisation"
+        )
     return (
         None
         if old.data == origin.data
-        else f"the data was in {old.data} when the run began, and is in {origin.data} now"
+        else f"the data was at {old.data} when the run started, and is at {origin.data} now"
     )
 
 
 def read_in_run(path: Path, read: Callable[[Path], T]) -> T:
-    """Read a file of a run folder, or say that it is damaged and what to do."""
+    """Read a file of a run folder; raise a `CheckpointError` with a remedy if it is corrupt."""
     try:
         return read(path)
     except OSError as error:
-        raise damaged(path, f"cannot be read: {error.strerror or error}") from None
+        raise corrupt(path, f"cannot be read: {error.strerror or error}") from None
     except ContentError as error:
-        raise damaged(path, str(error)) from None
+        raise corrupt(path, str(error)) from None
 
 
-def damaged(path: Path, what: str) -> CheckpointError:
-    """Return the error for a file of a run folder without which the run cannot be resumed."""
+def corrupt(path: Path, what: str) -> CheckpointError:
+    """Return the error for a corrupt file that a run needs to resume."""
     return CheckpointError(f"{path} {what}, so the run cannot be resumed; restore the file, or choose another --run")
 
 
-def check_apart(folder: Path, origin: Origin) -> None:
-    """Refuse a run among the images it is trained on: its own folders would be taken for classes."""
+def check_outside_data(folder: Path, origin: Origin) -> None:
+    """Raise if the run folder is inside the data, where its subfolders would be read as classes."""
     data = Path(origin.data)
     if data.is_dir() and folder.resolve().is_relative_to(data):
-        raise ConfigError(f"the run folder {folder} lies in the data, {data}; choose another --run")
+        raise ConfigError(f"the run folder {folder} is inside the data, {data}; choose another --run")
 
 
 @contextlib.contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """Keep a run folder for this process; another process that wants it is refused."""
+def locked(folder: Path) -> Iterator[None]:
+    """Lock a run folder for this process; raise if another process holds it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / LOCK).exists() and any(folder.iterdir()):
-            raise ConfigError(f"{folder} exists and is no run; choose another --run")
+            raise ConfigError(f"{folder} exists and is not a run; choose another --run")
         lock = (folder / LOCK).open("w")
     except OSError as error:
         raise CheckpointError(f"the run folder {folder} cannot be written: {error.strerror or error}") from None
     with lock:
         try:
-            # Unlike flock's, this lock is not inherited by workers, which outlive a killed run for some seconds.
+            # Unlike flock, workers do not inherit this lock; they outlive a killed run for some seconds.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ConfigError(f"the run folder {folder} is in use by another process; wait, or choose --run") from None
@@ -139,11 +145,11 @@ def claimed(folder: Path) -> Iterator[None]:
 
 
 def keep_recipe(folder: Path, recipe: Recipe) -> None:
-    """Write the recipe of a new run; an old run must have the same."""
+    """Write the recipe of a new run; a resumed run must have the same."""
     path, text = folder / RECIPE, write_toml(recipe)
     if not path.exists():
         if (folder / SWEEP).exists():
-            raise ConfigError(f"{folder} holds a sweep, not a run; choose one of the folders in it, or another --run")
+            raise ConfigError(f"{folder} holds a sweep, not a run; choose one of its subfolders, or another --run")
         write_text(path, text)
         return
     old = read_in_run(path, read_text)
@@ -155,17 +161,17 @@ def keep_recipe(folder: Path, recipe: Recipe) -> None:
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Say which settings of two recipes differ, the first few of them."""
+    """List the first few settings in which two recipes differ."""
     there, here = _settings(old), _settings(new)
     names = [name for name in {**here, **there} if there.get(name) != here.get(name)]
-    said = [f"{name} is {there.get(name, 'not set')} there and {here.get(name, 'not set')} here" for name in names]
-    return ", ".join(said[:MOST_DIFFERENCES]) + (
-        f" and {len(said) - MOST_DIFFERENCES} more" if len(said) > MOST_DIFFERENCES else ""
+    listed = [f"{name} is {there.get(name, 'not set')} there and {here.get(name, 'not set')} here" for name in names]
+    return ", ".join(listed[:MOST_DIFFERENCES]) + (
+        f" and {len(listed) - MOST_DIFFERENCES} more" if len(listed) > MOST_DIFFERENCES else ""
     )
 
 
 def _settings(table: dict[str, Any], path: str = "") -> dict[str, Any]:
-    """Return every value of a TOML table by its dotted name."""
+    """Flatten a TOML table to dotted names."""
     found: dict[str, Any] = {}
     for name, value in table.items():
         found |= _settings(value, f"{path}{name}.") if isinstance(value, dict) else {f"{path}{name}": value}
@@ -174,7 +180,7 @@ def _settings(table: dict[str, Any], path: str = "") -> dict[str, Any]:
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Give another name to write a file under; it gets its own when it is whole."""
+    """Yield a temporary path; the file is renamed to `path` when it is complete."""
     try:
         with atomic_write(path) as temporary:
             yield temporary
@@ -183,18 +189,18 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file, whole or not at all."""
+    """Write a small text file atomically."""
     with whole(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a small JSON file, whole or not at all."""
+    """Write a small JSON file atomically."""
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 class MetricsFile:
-    """What a run measured, line by line; a run that goes on forgets what came after the state it goes on from."""
+    """metrics.jsonl: one row per step or validation. A resumed run drops the rows after its training state."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self.path = folder / METRICS
@@ -202,7 +208,7 @@ class MetricsFile:
         write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def write(self, row: dict[str, Any]) -> None:
-        """Add a line."""
+        """Append a row."""
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
@@ -211,7 +217,7 @@ class MetricsFile:
 
     @staticmethod
     def read(folder: Path) -> list[dict[str, Any]]:
-        """Return the lines of a run's journal; one that was cut short by a crash is left out."""
+        """Return the rows of a run's metrics file; a line truncated by a crash is skipped."""
         try:
             with open_regular(folder / METRICS) as file:
                 lines = file.readall().decode("utf-8", "replace").splitlines()
@@ -227,15 +233,15 @@ class MetricsFile:
 
 
 def best_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the validation of the checkpoint that is the best by the last one; None where the journal lacks it."""
+    """Return the validation row of the best checkpoint, as named by the last validation; None if it is missing."""
     validations = {row["step"]: row for row in rows if {"val_top1", "best"} <= row.keys()}
     return validations.get(validations[max(validations)]["best"]) if validations else None
 
 
 def _is_row(found: object) -> bool:
-    """Tell whether a line is one of the journal's: a step, and numbers that can be drawn."""
+    """Whether a parsed line is a row of the metrics file: a step, and numbers that can be plotted."""
     if not isinstance(found, dict) or type(found.get("step")) is not int:
         return False
-    # Not float(value): an integer of a thousand digits has none.
+    # Not float(value), which overflows for huge integers.
     numbers = [value for name, value in found.items() if name in NUMBERS or isinstance(value, int)]
     return all(isinstance(number, float) or (isinstance(number, int) and abs(number) < 2**63) for number in numbers)

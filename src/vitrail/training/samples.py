@@ -1,6 +1,6 @@
-"""A few small training images of each class, kept by a run: its report shows them, and the explorer starts with them.
+"""A few small training images of each class, saved in the run folder for the report and the explorer.
 
-They lie in the run folder and not in the bundle, so that a model can be passed on without images of its data.
+They are not part of the bundle, so that a model can be shared without images of its data.
 """
 
 import io
@@ -19,27 +19,26 @@ from vitrail.training.run_folder import write_json
 
 SAMPLES, INDEX = "samples", "samples.json"
 SIDE = 192
-"""The longer side of a sample in pixels."""
+"""Longer side of a sample, in pixels."""
 MOST, PER_CLASS = 96, 4
-"""So many samples in all, and of one class."""
+"""Maximum number of samples in total, and per class."""
 MOST_BYTES = 1_000_000
-"""What all samples of a run take, at most."""
+"""Maximum total size of a run's samples."""
 TRIES = 3
-"""How many images are tried where some cannot be read."""
+"""How many images to try if some cannot be read."""
 
 
 class Sample(NamedTuple):
-    """A sample: the class it has, and its file."""
+    """The class of a sample and its file."""
 
     label: str
     file: Path
 
 
 def keep_samples(folder: Path, source: Source) -> list[Sample]:
-    """Write a few images of each class into a run folder, unless they are there.
+    """Write a few images of each class into a run folder, unless they exist already.
 
-    Images that cannot be read are passed over. A run does not fail for want of samples: where they cannot be written,
-    there are none.
+    Unreadable images are skipped. Samples are optional: if they cannot be written, the result is empty.
     """
     place = folder / SAMPLES
     if (place / INDEX).exists():
@@ -62,7 +61,7 @@ def keep_samples(folder: Path, source: Source) -> list[Sample]:
 
 
 def read_samples(folder: Path) -> list[Sample]:
-    """Return the samples of a run; none where there are none, or where their list is damaged."""
+    """Return the samples of a run; empty if there are none, or if their index is corrupt."""
     place = folder / SAMPLES
     try:
         rows = read_json(place / INDEX)
@@ -73,12 +72,12 @@ def read_samples(folder: Path) -> list[Sample]:
 
 
 def samples_of_bundle(bundle: str | Path) -> list[Sample]:
-    """Return the samples of the run that a bundle lies in, such as those of runs/pets for runs/pets/best."""
+    """Return the samples of a bundle's run, such as those of runs/pets for runs/pets/best."""
     return read_samples(Path(bundle).resolve().parent)
 
 
 def _chosen(source: Source) -> list[tuple[int, str, bytes]]:
-    """Choose classes evenly where there are many, and images of each evenly; the first of every class come first."""
+    """Choose classes and images of each class evenly; the first image of every class comes first."""
     labels = np.asarray(source.labels)
     classes = _evenly(len(source.classes), MOST)
     each = max(1, min(PER_CLASS, MOST // max(1, len(classes))))
@@ -91,7 +90,7 @@ def _chosen(source: Source) -> list[tuple[int, str, bytes]]:
 
 
 def _readable(source: Source, places: Sequence[int], count: int) -> list[bytes]:
-    """Return so many images as JPEG, from evenly over the class; the next one stands in for one that cannot be read."""
+    """Return `count` images as JPEG, spread evenly over the class; an unreadable one is replaced by the next."""
     found: list[bytes] = []
     for start in _evenly(len(places), count):
         tried = (_small(source, place) for place in places[start : start + TRIES])
@@ -102,7 +101,7 @@ def _readable(source: Source, places: Sequence[int], count: int) -> list[bytes]:
 
 
 def _small(source: Source, index: int) -> bytes | None:
-    """Return an image as a small JPEG, turned as it is meant to be seen; None where it cannot be read."""
+    """Return an image as a small, upright JPEG; None if it cannot be read."""
     try:
         opened = open_image(source.read(index))
         scale = SIDE / max(opened.width, opened.height)
@@ -116,5 +115,5 @@ def _small(source: Source, index: int) -> bytes | None:
 
 
 def _evenly(count: int, most: int) -> list[int]:
-    """Choose at most `most` of `count` places, evenly."""
+    """Return at most `most` of `count` indices, spread evenly."""
     return list(range(count)) if count <= most else [(2 * place + 1) * count // (2 * most) for place in range(most)]

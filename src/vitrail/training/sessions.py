@@ -1,4 +1,4 @@
-"""What a run was computed on and how long it took: a line for each time that it was started or resumed."""
+"""sessions.json: hardware and duration of a run, one entry per start or resume."""
 
 import os
 import platform
@@ -19,12 +19,12 @@ SESSIONS = "sessions.json"
 
 
 class Session(NamedTuple):
-    """A stretch of a run between two stops."""
+    """A run from a start or resume to its next stop."""
 
     first_step: int
     last_step: int
     seconds: float
-    """Everything: reading, training, validation, saving and the result."""
+    """Wall time of everything: reading, training, validation, saving and the result."""
     device: str
     ranks: int
     precision: str
@@ -34,23 +34,23 @@ class Session(NamedTuple):
 
 @contextmanager
 def timed_session(folder: Path, device: torch.device, ranks: int, precision: str) -> Iterator[None]:
-    """Note what this stretch of a run came to, also where it is stopped; one that takes no step leaves no note."""
-    before, began = _steps(folder), time.monotonic()
+    """Record this session, even if it is interrupted; one without a step is not recorded."""
+    before, start = _steps(folder), time.monotonic()
     try:
         yield
     finally:
         after = _steps(folder)
         if after > before:
             session = Session(
-                before, after, round(time.monotonic() - began, 3), hardware(device), ranks, precision,
+                before, after, round(time.monotonic() - start, 3), hardware(device), ranks, precision,
                 torch.__version__, __version__,
             )  # fmt: skip
-            with suppress(CheckpointError):  # a full disk has been said already
+            with suppress(CheckpointError):  # a full disk has already been reported
                 write_json(folder / SESSIONS, [one._asdict() for one in [*read_sessions(folder), session]])
 
 
 def read_sessions(folder: Path) -> list[Session]:
-    """Return the sessions of a run, the first first; none where their file is missing or damaged."""
+    """Return the sessions of a run in order; empty if their file is missing or corrupt."""
     try:
         rows: Any = read_json(folder / SESSIONS)
         return [Session(**{name: kind(row[name]) for name, kind in Session.__annotations__.items()}) for row in rows]
@@ -59,7 +59,7 @@ def read_sessions(folder: Path) -> list[Session]:
 
 
 def hardware(device: torch.device) -> str:
-    """Return the name of what a run computes on."""
+    """Return the name of the hardware of a run."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_cpu_name()}, {torch.get_num_threads()} of {os.cpu_count() or 1} threads"

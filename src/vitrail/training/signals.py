@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: asked for an end, a run saves first."""
+"""Ctrl-C and SIGTERM: a run saves its state before it stops."""
 
 import signal
 import threading
@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 ONE_REQUEST = 3.0
-"""Seconds within which signals count as one: torchrun passes on what the terminal has sent already."""
+"""Seconds within which signals count as one: torchrun forwards signals that the terminal has already sent."""
 
 
 class Stopped(Exception):  # noqa: N818 - named for what happened
-    """A signal asked the run to stop; its state is saved."""
+    """The run was stopped by a signal; its training state is saved."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by signal {number}")
@@ -19,19 +19,19 @@ class Stopped(Exception):  # noqa: N818 - named for what happened
 
 
 @contextmanager
-def requests_to_stop() -> Iterator[Callable[[], int]]:
-    """Give a function that tells which signal has asked for an end, 0 for none; asked again, it ends at once."""
-    if threading.current_thread() is not threading.main_thread():  # signals go to the main thread, not to this one
+def stop_signal() -> Iterator[Callable[[], int]]:
+    """Yield a function that returns the signal received so far, or 0; a second signal interrupts immediately."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
         yield lambda: 0
         return
     received: list[tuple[int, float]] = []
 
-    def remember(number: int, _: object) -> None:
+    def handle(number: int, _: object) -> None:
         if received and time.monotonic() - received[0][1] > ONE_REQUEST:
             raise KeyboardInterrupt
         received.append((number, time.monotonic()))
 
-    old = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
+    old = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: received[0][0] if received else 0
     finally:

@@ -1,10 +1,10 @@
-"""The state of a run: what has to survive a stop, and nothing else. No pickle anywhere.
+"""The training state of a run: what resuming needs, and nothing else. No pickle.
 
-    state/000120/state.safetensors   weights, their average, the optimiser's numbers
-    state/000120/state.json          the step, what was best so far, the checksum of the other file, and its own
+    state/000120/state.safetensors   weights, their average, the optimizer state
+    state/000120/state.json          step, best checkpoint so far, checksum of the other file, digest of this one
 
-A state is written under another name and gets its own when it is whole. The last two are kept; a damaged one is passed
-over, and said.
+A state is written to a temporary folder and renamed when it is complete. The last two are kept; a corrupt one is
+skipped and reported.
 """
 
 import hashlib
@@ -32,16 +32,16 @@ KEPT = 2
 
 @dataclass
 class Progress:
-    """How far a run is."""
+    """Progress of a run."""
 
     step: int = 0
     best_step: int = 0
     best_digest: str = ""
-    """Of the config.json of best/, which has the digest of the weights beside it."""
+    """Digest of best/config.json, which holds the digest of the weights."""
     highest: float = -1.0
-    """The highest score on the validation split. best/ may be a later checkpoint that is as good."""
+    """The highest validation score. best/ may be a later checkpoint that is as good."""
     since_highest: int = 0
-    """Validations since that one."""
+    """Validations since the highest score."""
     bad_files: list[str] | None = None
     finished: bool = False
 
@@ -55,7 +55,7 @@ class Progress:
 
 
 class Setting(NamedTuple):
-    """What the last bits of the weights depend on, beside the recipe."""
+    """What the exact bits of the weights depend on, besides the recipe."""
 
     threads: int
     processes: int
@@ -64,18 +64,18 @@ class Setting(NamedTuple):
 
 @dataclass
 class State:
-    """What a step changes."""
+    """Everything that a step changes."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     average: Average | None
     progress: Progress
     scaler: GradScaler = field(default_factory=lambda: GradScaler("cpu", enabled=False))
-    """In fp16, keeps small gradients from becoming zero."""
+    """Loss scaling for fp16."""
 
 
 def save_state(folder: Path, state: State, setting: Setting) -> None:
-    """Write the state of a run, whole or not at all, and drop all but the newest two."""
+    """Write the training state atomically, and delete all but the newest two."""
     target = folder / f"{state.progress.step:08d}"
     temporary = folder / f".{target.name}.{os.getpid()}"
     try:
@@ -98,20 +98,16 @@ def save_state(folder: Path, state: State, setting: Setting) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         reason = getattr(error, "strerror", None) or error
         kept = _states(folder)
-        then = (
-            f"the one of step {int(kept[-1].name):,} is intact"
-            if kept
-            else "no state was saved before, so none is there"
-        )
-        raise CheckpointError(f"the state of the run could not be saved in {folder}: {reason}; {then}") from None
+        then = f"the one of step {int(kept[-1].name):,} is intact" if kept else "no earlier state was saved"
+        raise CheckpointError(f"the training state could not be saved in {folder}: {reason}; {then}") from None
     for old in _states(folder)[:-KEPT]:
         shutil.rmtree(old, ignore_errors=True)
 
 
 def load_state(folder: Path, state: State, setting: Setting, ranks: Ranks) -> list[str]:
-    """Put the newest whole state into `state`, if there is any; return what a person should know of it.
+    """Load the newest intact training state into `state`, if there is one; return messages about it.
 
-    The main process reads it and the others get it from there, so that only one of them need see the folder.
+    The main process reads it and broadcasts it, so that only one rank needs access to the folder.
     """
     notes: list[str] = []
     with ranks.together():
@@ -123,22 +119,22 @@ def load_state(folder: Path, state: State, setting: Setting, ranks: Ranks) -> li
 
 
 def _newest(folder: Path, setting: Setting, notes: list[str]) -> tuple[dict[str, Tensor] | None, dict[str, Any] | None]:
-    """Read the newest state that is whole, and say what is to be said of it."""
+    """Read the newest intact state, and add messages about it to `notes`."""
     found: tuple[dict[str, Tensor] | None, dict[str, Any] | None] = (None, None)
     for place in reversed(_states(folder)):
         try:
             tensors, content = _read(place)
         except (OSError, ValueError, SafetensorError) as error:
-            # Out of the way, so that it does not count among the two that are kept.
-            place.rename(place.with_name(f"damaged-{place.name}"))
-            then = "the one before was taken" if _states(folder) else "the run begins again"
-            notes.append(f"the state {place.name} is damaged ({error}), so {then}")
+            # Renamed, so that it does not count as one of the two that are kept.
+            place.rename(place.with_name(f"corrupt-{place.name}"))
+            then = "the previous one is used" if _states(folder) else "training restarts"
+            notes.append(f"the training state {place.name} is corrupt ({error}), so {then}")
             continue
         for name, now in setting._asdict().items():
             if content.get(name, now) != now:
                 notes.append(
-                    f"the run had {name} {content[name]} before and has {name} {now} now, so the last bits of its "
-                    f"weights may differ from those of an uninterrupted run"
+                    f"{name} was {content[name]} before and is {now} now, so the weights may differ in their last bits "
+                    f"from those of an uninterrupted run"
                 )
         found = tensors, content
         break
@@ -148,28 +144,28 @@ def _newest(folder: Path, setting: Setting, notes: list[str]) -> tuple[dict[str,
 
 
 def _read(place: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read one state; whatever is wrong with it is an `OSError`, a `ValueError` or a `SafetensorError`."""
+    """Read one state; a corrupt one raises `OSError`, `ValueError` or `SafetensorError`."""
     content = read_json(place / "state.json")
     if not isinstance(content, dict) or content.pop("digest", None) != content_digest(content):
-        raise ValueError("state.json is not as it was written")
+        raise ValueError("state.json was modified")
     if file_digest(place / "state.safetensors") != content["checksum"]:
-        raise ValueError("its checksum is another")
+        raise ValueError("its checksum does not match")
     return load_file(place / "state.safetensors"), content
 
 
 def content_digest(content: Mapping[str, Any]) -> str:
-    """Return a digest of what state.json says."""
+    """Return a digest of the content of state.json."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def weights_at(folder: Path, step: int, *, averaged: bool) -> dict[str, Tensor] | None:
-    """Return the weights, or their average, of the state of a step that is still kept and whole; else None."""
-    part = "average/" if averaged else "model/"
+    """Return the weights (or their average) of an intact saved state; None if there is none for this step."""
+    prefix = "average/" if averaged else "model/"
     try:
         tensors, _ = _read(folder / f"{step:08d}")
     except (OSError, ValueError, SafetensorError):
         return None
-    return {name.removeprefix(part): tensor for name, tensor in tensors.items() if name.startswith(part)}
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _states(folder: Path) -> list[Path]:
@@ -177,7 +173,7 @@ def _states(folder: Path) -> list[Path]:
 
 
 def _named(state: State) -> dict[str, Tensor]:
-    """Return the parameters that the optimiser changes, by name."""
+    """Return the trainable parameters by name."""
     return {name: p for name, p in state.model.named_parameters() if p.requires_grad}
 
 
@@ -193,23 +189,23 @@ def _tensors(state: State) -> dict[str, Tensor]:
 
 
 def _restore(folder: Path, state: State, tensors: dict[str, Tensor], content: dict[str, Any]) -> None:
-    parts: dict[str, dict[str, Tensor]] = {"model": {}, "average": {}, "optimizer": {}}
+    groups: dict[str, dict[str, Tensor]] = {"model": {}, "average": {}, "optimizer": {}}
     for name, tensor in tensors.items():
-        part, _, rest = name.partition("/")
-        parts[part][rest] = tensor
-    wanted = {name: tensor.shape for name, tensor in state.model.state_dict().items()}
-    if wanted != {name: tensor.shape for name, tensor in parts["model"].items()}:
+        group, _, rest = name.partition("/")
+        groups[group][rest] = tensor
+    expected = {name: tensor.shape for name, tensor in state.model.state_dict().items()}
+    if expected != {name: tensor.shape for name, tensor in groups["model"].items()}:
         raise CheckpointError(
-            f"what was saved in {folder} is of another model than the recipe makes; delete the folder of that run, or "
-            f"name another one with --run"
+            f"the training state in {folder} is of another model than the recipe's; delete that run folder, or choose "
+            f"another one with --run"
         )
-    state.model.load_state_dict(parts["model"])
+    state.model.load_state_dict(groups["model"])
     if state.average is not None:
-        state.average.load(parts["average"])
+        state.average.load(groups["average"])
     for name, parameter in _named(state).items():
         found = {
             place.removeprefix(f"{name}/"): tensor
-            for place, tensor in parts["optimizer"].items()
+            for place, tensor in groups["optimizer"].items()
             if place.startswith(f"{name}/")
         }
         if found:

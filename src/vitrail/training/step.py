@@ -1,4 +1,4 @@
-"""One step of training: forward, backward, clip, update; what a run consists of."""
+"""One training step: forward, backward, clip, update."""
 
 import math
 from typing import NamedTuple
@@ -14,159 +14,159 @@ from vitrail.errors import Diverged
 from vitrail.runtime import Precision, autocast, derive_seed, seed_torch
 from vitrail.training import objectives
 from vitrail.training.distributed import Ranks
-from vitrail.training.optimizers import can_leave_out, clip_gradients, set_learning_rate, step_unless
+from vitrail.training.optimizers import can_skip_step, clip_gradients, set_learning_rate, step_unless
 from vitrail.training.recipe import Recipe
 from vitrail.training.state import State
 
 TRUSTED_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""All of torch's kernels but cuDNN's, of which NaN gradients in bf16 are reported on Hopper GPUs for 64, 192, … tokens
-(pytorch issue 196678). Runs with 64 tokens ended so, and torch takes that kernel there by itself; that it was the cause
-is likely, not shown. `FusedTraining` chooses by itself."""
+"""All of torch's kernels except cuDNN's, for which NaN gradients in bf16 are reported on Hopper GPUs with 64, 192, …
+tokens (pytorch issue 196678). Runs with 64 tokens diverged this way, and torch selects that kernel there by default; it
+is the likely cause, not a proven one. `FusedTraining` selects its own kernels."""
 REPEATABLE_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-"""Those whose backward pass adds up in the same order every time, where that is asked for."""
+"""Kernels with a deterministic backward pass."""
 
 
 class StepResult(NamedTuple):
-    """What a step came to."""
+    """Metrics of a step."""
 
     loss: float
     correct: int
-    """How many images were answered rightly; with mixing, by the larger share."""
+    """Correct predictions; with mixing, compared with the label of the larger weight."""
     gradient_norm: float
 
 
 class PendingStep(NamedTuple):
-    """A step that the device may still be busy with: its numbers are there once they are asked for."""
+    """A launched step that the device may still be computing; `read` waits for its metrics."""
 
     number: int
     numbers: Tensor
-    """The losses of its parts, their numbers of right answers, both added up over all processes, and the norm of the
-    gradient. Of a GPU's this is a copy that is on its way to here."""
+    """Losses and correct counts of the micro-batches, summed over all ranks, and the gradient norm. From a GPU this is
+    an asynchronous copy."""
     ready: torch.cuda.Event | None
-    """When that copy is here; None where there is nothing to wait for. To ask the device for a number instead would be
-    to wait until it is done with all it has, which is the step after this one, too."""
+    """Signals that the copy is complete; None if there is nothing to wait for. A plain `.item()` would also wait for
+    the next step, which is already queued."""
     processes: int
-    left_out: bool
-    """Whether a step that does not count has changed nothing: fp16's too large gradients, which are no accident."""
+    may_skip: bool
+    """Whether non-finite gradients only skip the step, as in fp16 with loss scaling, instead of raising `Diverged`."""
     done: torch.cuda.Event | None = None
-    """When the device is at the end of the step, the update included; None where it was there at once."""
+    """Signals the end of the step on the device, including the update; None if the step was synchronous."""
 
     def is_busy(self) -> bool:
-        """Say whether the device has not come to the end of this step."""
+        """Whether the device is still computing this step."""
         return self.done is not None and not self.done.query()
 
     def read(self) -> StepResult:
-        """Wait for this step, and say what it came to; no other process is asked."""
+        """Wait for this step and return its metrics, without communicating with other ranks."""
         if self.ready is not None:
             self.ready.synchronize()
-        *parts, norm = self.numbers.tolist()
-        micros = len(parts) // 2
-        loss, correct = sum(parts[:micros]) / micros / self.processes, round(sum(parts[micros:]))
-        if not (math.isfinite(loss) and (math.isfinite(norm) or self.left_out)):
-            raise Diverged(f"step {self.number}: the loss is {loss}, the norm of the gradient {norm}")
-        return StepResult(loss, correct, norm)
+        *sums, norm = self.numbers.tolist()
+        micro_batches = len(sums) // 2
+        loss = sum(sums[:micro_batches]) / micro_batches / self.processes
+        if not (math.isfinite(loss) and (math.isfinite(norm) or self.may_skip)):
+            raise Diverged(f"step {self.number}: the loss is {loss}, the gradient norm {norm}")
+        return StepResult(loss, round(sum(sums[micro_batches:])), norm)
 
 
 class Stepper(NamedTuple):
-    """What every step of a run needs."""
+    """Runs training steps."""
 
     recipe: Recipe
     preprocess: Preprocess
     device: torch.device
     precision: Precision
     weights: Tensor | None
-    """How much each class counts."""
+    """Class weights."""
     ranks: Ranks
 
-    def step(self, state: State, forward: nn.Module, batch: Batch, rate: float) -> StepResult:
-        """Change the state by one batch, and wait for it. `forward` is the model, or what wraps it."""
-        return self.take(state, forward, batch, rate).read()
+    def step(self, state: State, forward: nn.Module, batch: Batch, lr: float) -> StepResult:
+        """Train on one batch and wait for it. `forward` is the model, possibly wrapped or compiled."""
+        return self.launch(state, forward, batch, lr).read()
 
-    def take(self, state: State, forward: nn.Module, batch: Batch, rate: float) -> PendingStep:
-        """Change the state by one batch, as far as the device has come; a step that diverged changes no weight.
+    def launch(self, state: State, forward: nn.Module, batch: Batch, lr: float) -> PendingStep:
+        """Train on one batch without waiting for the device; a step that diverged changes no weights.
 
-        On a GPU nothing here waits for it, so that the next step can be on its way before this one is done. Where that
-        is not possible, a step that diverged is known here.
+        On a GPU nothing here synchronises, so that the next step can be queued before this one is done. Otherwise a
+        step that diverged raises `Diverged` here.
         """
         number = state.progress.step
         numbers = self._gradients(state, forward, batch)
-        set_learning_rate(state.optimizer, rate)
-        if self.runs_ahead and can_leave_out(state.optimizer) and not state.scaler.is_enabled():
-            # Sent before the update, so that it is here as soon as it is known.
-            taken = PendingStep(number, *_on_its_way(numbers), self.ranks.processes.size, left_out=False)
+        set_learning_rate(state.optimizer, lr)
+        if self.runs_ahead and can_skip_step(state.optimizer) and not state.scaler.is_enabled():
+            # Copied before the update, so that it arrives early.
+            pending = PendingStep(number, *_async_copy(numbers), self.ranks.processes.size, may_skip=False)
             step_unless(~numbers.isfinite().all(), state.optimizer)
         else:
-            # In fp16 a too large gradient is no accident: the step is left out, and the next one scaled by less.
-            left_out = state.scaler.is_enabled() and state.scaler.get_scale() > 1
-            taken = PendingStep(number, numbers.cpu(), None, self.ranks.processes.size, left_out)
-            taken.read()
+            # In fp16, gradient overflow is expected: GradScaler skips the step and reduces the scale.
+            may_skip = state.scaler.is_enabled() and state.scaler.get_scale() > 1
+            pending = PendingStep(number, numbers.cpu(), None, self.ranks.processes.size, may_skip)
+            pending.read()
             state.scaler.step(state.optimizer)
             state.scaler.update()
         self.ranks.average_buffers(state.model)
         state.progress.step += 1
         if state.average is not None:
             state.average.update(state.model, state.progress.step)
-        return taken if taken.ready is None else taken._replace(done=_now(self.device))
+        return pending if pending.ready is None else pending._replace(done=_record_event(self.device))
 
     def _gradients(self, state: State, forward: nn.Module, batch: Batch) -> Tensor:
-        """Compute the gradients of a batch, part by part, and clip them; return what `Taken.numbers` says."""
-        number, micros = state.progress.step, self.recipe.gradient_accumulation
+        """Accumulate the gradients of a batch and clip them; return `PendingStep.numbers`."""
+        number, micro_batches = state.progress.step, self.recipe.gradient_accumulation
         state.optimizer.zero_grad(set_to_none=True)
         attention = REPEATABLE_ATTENTION if self.recipe.deterministic else TRUSTED_ATTENTION
         losses: list[Tensor] = []
         corrects: list[Tensor] = []
-        for micro in range(micros):
-            # Dropout is drawn from the place in the run, so nothing random has to be saved.
-            seed_torch(derive_seed(self.recipe.seed, "dropout", number, micro, self.ranks.processes.rank))
-            part = batch.micro(micro, micros).to(self.device)
-            # Around the backward pass, too: gradient checkpointing computes attention again there.
-            with self.ranks.accumulating(forward, last=micro == micros - 1), sdpa_kernel(attention):
-                loss, correct = self._forward(forward, part)
-                state.scaler.scale(loss / micros).backward()
+        for index in range(micro_batches):
+            # Dropout is seeded by the position in the run, so no random state has to be saved.
+            seed_torch(derive_seed(self.recipe.seed, "dropout", number, index, self.ranks.processes.rank))
+            micro_batch = batch.micro(index, micro_batches).to(self.device)
+            # Includes the backward pass, because gradient checkpointing recomputes attention there.
+            with self.ranks.accumulating(forward, last=index == micro_batches - 1), sdpa_kernel(attention):
+                loss, correct = self._forward(forward, micro_batch)
+                state.scaler.scale(loss / micro_batches).backward()
             losses.append(loss.detach())
             corrects.append(correct)
         if state.scaler.is_enabled():
             state.scaler.unscale_(state.optimizer)
         trained = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
-        norm = clip_gradients(trained, self.recipe.optimizer.clip)
+        norm = clip_gradients(trained, self.recipe.optimizer.max_grad_norm)
         wide = torch.promote_types(norm.dtype, torch.float32)
         numbers = torch.stack([number.to(wide) for number in (*losses, *corrects, norm)])
-        self.ranks.add_up(numbers[:-1])  # the norm is that of all processes already
+        self.ranks.all_reduce_sum(numbers[:-1])  # the norm is already global
         return numbers
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether this process may go on while the device is still busy."""
+        """Whether the host may queue the next step while the device is busy."""
         return self.device.type == "cuda"
 
     @property
     def mixed(self) -> bool:
-        """Whether images are mixed with their neighbours."""
-        return self.recipe.mixing is not None and self.recipe.mixing.on  # no longer None once a run is planned
+        """Whether mixup or CutMix is on."""
+        return self.recipe.mixing is not None and self.recipe.mixing.on  # never None in a resolved recipe
 
-    def pixels(self, part: Batch) -> Tensor:
-        """Return images as the model gets them: normalised, and mixed."""
-        pixels = self.preprocess.normalise(part.pixels)
-        return mix_pixels(pixels, part.lam, part.box) if self.mixed else pixels
+    def pixels(self, batch: Batch) -> Tensor:
+        """Return the model's input: normalised, and mixed."""
+        pixels = self.preprocess.normalise(batch.pixels)
+        return mix_pixels(pixels, batch.lam, batch.box) if self.mixed else pixels
 
-    def _forward(self, forward: nn.Module, part: Batch) -> tuple[Tensor, Tensor]:
+    def _forward(self, forward: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         objective = self.recipe.objective
-        pixels = self.pixels(part)
+        pixels = self.pixels(batch)
         with autocast(self.device, self.precision):
             logits: Tensor = forward(pixels)
-        targets = objectives.targets(part.labels, logits.shape[-1], objective, part.lam if self.mixed else None)
+        targets = objectives.targets(batch.labels, logits.shape[-1], objective, batch.lam if self.mixed else None)
         loss = objectives.loss(logits, targets, objective, self.weights)
         return loss, (logits.argmax(dim=-1) == targets.argmax(dim=-1)).sum()
 
 
-def _on_its_way(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-    """Begin to copy numbers from a GPU, and say when they are here."""
+def _async_copy(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    """Start copying numbers from a GPU; return the copy and an event that signals its completion."""
     copy = numbers.to("cpu", non_blocking=True)  # into pinned memory
-    return copy, _now(numbers.device)
+    return copy, _record_event(numbers.device)
 
 
-def _now(device: torch.device) -> torch.cuda.Event:
-    """Return the event that a GPU has done all it was asked to do so far."""
+def _record_event(device: torch.device) -> torch.cuda.Event:
+    """Record an event after everything queued on the GPU so far."""
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event
@@ -174,7 +174,7 @@ def _now(device: torch.device) -> torch.cuda.Event:
 
 @torch.no_grad()
 def first_not_finite(model: nn.Module, stepper: Stepper, batch: Batch) -> str:
-    """Return the first part of a model whose output is not finite for these images, computed as in a step."""
+    """Return the name of the first module whose output is not finite for this batch, computed as in a step."""
     found: list[str] = []
 
     def watch(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
@@ -186,11 +186,11 @@ def first_not_finite(model: nn.Module, stepper: Stepper, batch: Batch) -> str:
 
     handles = [watch(name, module) for name, module in model.named_modules() if name]
     try:
-        for micro in range(stepper.recipe.gradient_accumulation):
-            pixels = stepper.pixels(batch.micro(micro, stepper.recipe.gradient_accumulation).to(stepper.device))
+        for index in range(stepper.recipe.gradient_accumulation):
+            pixels = stepper.pixels(batch.micro(index, stepper.recipe.gradient_accumulation).to(stepper.device))
             with autocast(stepper.device, stepper.precision):
                 model(pixels)
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else "none: what the model computes was finite, so it was this step's gradient"
+    return found[0] if found else "none; all outputs were finite, so this step's gradient was not"

@@ -1,6 +1,6 @@
-"""`sweep`: several runs that differ in a few settings; the val split chooses one, and it alone meets the test split.
+"""`sweep`: train combinations of settings, select one on the validation split, evaluate only it on the test split.
 
-sweep.json                 what was tried, and what came of it
+sweep.json                 the candidates and their metrics
 lr=0.003/ lr=0.01/ …       the runs, each an ordinary run folder with a candidate.json
 """
 
@@ -32,9 +32,9 @@ from vitrail.training.run_folder import (
     SWEEP,
     MetricsFile,
     best_row,
-    claimed,
     default_folder,
     keep_recipe,
+    locked,
     origin_of,
     write_json,
 )
@@ -46,7 +46,7 @@ CANDIDATE = "candidate.json"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run; the val numbers are those of its best moment, and None where it diverged."""
+    """Validation metrics of a run's best checkpoint; None if the run diverged."""
 
     val_top1: float | None
     val_loss: float | None
@@ -56,7 +56,7 @@ class Outcome:
     steps: int
     seconds: float
     diverged: str | None
-    """Why it ended before its time."""
+    """The error message of a run that diverged."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Candidate:
 
 
 class Spread(NamedTuple):
-    """How far the same settings come with different seeds, on the validation split."""
+    """Validation accuracy of the same settings over several seeds."""
 
     values: dict[str, Any]
     """The settings, without the seed."""
@@ -87,27 +87,27 @@ class Sweep:
     candidates: list[Candidate]
     chosen: Candidate
     best: Run
-    """The run of the chosen candidate, measured on the test split."""
+    """The run of the selected candidate, evaluated on the test split."""
     criterion: Criterion
-    """By what the candidate was chosen."""
+    """The metric that selected the candidate."""
 
     @property
     def seeds(self) -> list[Spread]:
-        """The spread over the seeds for each of the other settings; empty where the seed was not swept."""
+        """Spread over seeds for each combination of the other settings; empty if the seed is not swept."""
         return _spreads(self.candidates)
 
 
 @dataclass(frozen=True)
 class _Training:
-    """What all candidates are trained with."""
+    """The arguments that all candidates share."""
 
     data: str | Path
     pretrained: str | Path | Bundle | None
     device: str
     workers: int | None
     quiet: bool
-    said: set[str] = field(default_factory=set)
-    """What a candidate has shown of the data, which the others need not repeat."""
+    printed: set[str] = field(default_factory=set)
+    """Messages about the data that an earlier candidate has printed."""
 
     def run(self, trial: Trial, folder: Path, evaluate_on: Literal["test", "val"]) -> Run:
         return train(
@@ -119,10 +119,10 @@ class _Training:
             workers=self.workers,
             quiet=self.quiet,
             evaluate_on=evaluate_on,
-            said=self.said,
+            printed=self.printed,
         )
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         if not self.quiet:
             print(printable(text), file=sys.stderr, flush=True)
 
@@ -142,18 +142,18 @@ def sweep(
     quiet: bool = False,
     **unknown: Never,
 ) -> Sweep:
-    """Train with every combination of some settings, and return what came of each, and the best run.
+    """Train every combination of some settings; return their validation metrics and the best run.
 
-    `over` is such as {"optimizer.lr": [0.003, 0.01]}; the other arguments are those of `train`. The validation split
-    chooses, by the criterion of the recipe and among equals by the loss; only the chosen run is measured on the test
-    split. The same call goes on with a sweep that was stopped, and repeats nothing that is finished.
+    `over` maps settings to values: {"optimizer.lr": [0.003, 0.01]}; the other arguments are those of `train`. The best
+    run is selected on the validation split by the recipe's criterion, with the loss as a tie-breaker; only that run is
+    evaluated on the test split. Call it again with the same arguments to resume an interrupted sweep.
     """
     for argument in unknown:
         raise unknown_setting(sweep, argument, unknown[argument])
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("a sweep runs in one process; start it without torchrun, or train each candidate by itself")
     data = place_of(data)
-    kind = choose_device(device).type  # refuses a wrong one before anything is read
+    kind = choose_device(device).type  # raises for an invalid device before anything is read
     recipes = [
         (values, read_recipe(recipe or default_recipe(pretrained), changes, values))
         for values in combine(over, changes)
@@ -167,17 +167,17 @@ def sweep(
     if (place / RECIPE).exists():
         raise ConfigError(f"{place} holds a run, not a sweep; choose another --run")
     for trial in trials:
-        auto = trial.plan.recipe.batch == "auto"  # the run itself knows what it settled on
+        auto = trial.plan.recipe.batch == "auto"  # the run has recorded its resolved batch size
         if (place / trial.folder_name / RECIPE).exists() and not auto:
-            keep_recipe(place / trial.folder_name, trial.plan.recipe)  # refuses another one
-    with claimed(place):
+            keep_recipe(place / trial.folder_name, trial.plan.recipe)  # raises for a different recipe
+    with locked(place):
         candidates = _try_all(trials, place, training, len(recipes) - len(trials))
-        criterion = shared_criterion(trial.plan.recipe.settled_criterion() for trial in trials)
+        criterion = shared_criterion(trial.plan.recipe.resolved_criterion() for trial in trials)
         chosen = _best(candidates, place, criterion)
-        training.say(
+        training.print(
             f"{trials[candidates.index(chosen)].title} has the best {TITLES[criterion]} on the validation split"
-            f"{_tie(candidates, chosen, criterion)}; its run is the training with these settings, so "
-            "that only its result on the test split is missing"
+            f"{_tie(candidates, chosen, criterion)}; it is already trained, so only the evaluation on the test split "
+            "is left"
         )
         best = training.run(trials[candidates.index(chosen)], chosen.folder, "test")
         _write(place, candidates, chosen)
@@ -190,44 +190,42 @@ def _default_folder(trials: Sequence[Trial], data: str | Path, pretrained: Bundl
 
 
 def _try_all(trials: Sequence[Trial], place: Path, training: _Training, dropped: int) -> list[Candidate]:
-    """Train every candidate that is not finished; write down after each what is known."""
+    """Train every unfinished candidate; update sweep.json after each."""
     steps = sorted({trial.plan.steps for trial in trials})
     each = f"{steps[0]:,}" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,}"
-    training.say(
-        f"the sweep is in {place}: {len(trials)} {'run' if len(trials) == 1 else 'runs'}, each of them in full, "
-        f"{each} steps (--set epochs=… makes them shorter)"
+    training.print(
+        f"the sweep is in {place}: {len(trials)} {'run' if len(trials) == 1 else 'runs'}, each trained in full for "
+        f"{each} steps (shorten them with --set epochs=…)"
     )
     if dropped:
-        training.say(
-            f"{dropped} more would be the same as one of these, and {'is' if dropped == 1 else 'are'} left out"
-        )
+        training.print(f"{dropped} {'duplicate is' if dropped == 1 else 'duplicates are'} dropped")
     candidates: list[Candidate] = []
     if not (place / SWEEP).exists():
-        _write(place, candidates)  # from now on the folder is known for what it is
+        _write(place, candidates)  # marks the folder as a sweep
     for number, trial in enumerate(trials, 1):
         folder = place / trial.folder_name
         outcome = _recorded(folder)
-        training.say(f"{number} of {len(trials)}: {trial.title}{' was finished before' if outcome else ''}")
+        training.print(f"{number} of {len(trials)}: {trial.title}{' is already finished' if outcome else ''}")
         candidates.append(Candidate(trial.values, folder, outcome or _try(trial, folder, training)))
         _write(place, candidates)
     return candidates
 
 
 def _try(trial: Trial, folder: Path, training: _Training) -> Outcome:
-    """Train a candidate, or go on with it, without a look at the test split."""
+    """Train or resume a candidate, without touching the test split."""
     spent_before = _read(folder).get("seconds")
-    began = time.monotonic() - (spent_before if isinstance(spent_before, float) else 0.0)
+    start = time.monotonic() - (spent_before if isinstance(spent_before, float) else 0.0)
     try:
         training.run(trial, folder, "val")
     except Stopped:
-        write_json(folder / CANDIDATE, {"seconds": time.monotonic() - began})
+        write_json(folder / CANDIDATE, {"seconds": time.monotonic() - start})
         raise
     except Diverged as error:
-        training.say(str(error))
-        outcome = Outcome(None, None, None, None, None, trial.plan.steps, time.monotonic() - began, str(error))
+        training.print(str(error))
+        outcome = Outcome(None, None, None, None, None, trial.plan.steps, time.monotonic() - start, str(error))
     else:
         best = _best_row(folder)
-        spent = time.monotonic() - began
+        spent = time.monotonic() - start
         reached = (best["val_top1"], best["val_loss"], best["val_balanced_accuracy"], best["val_macro_f1"])
         outcome = Outcome(*reached, best["step"], trial.plan.steps, spent, None)
     write_json(folder / CANDIDATE, asdict(outcome))
@@ -235,15 +233,17 @@ def _try(trial: Trial, folder: Path, training: _Training) -> Outcome:
 
 
 def _best_row(folder: Path) -> dict[str, Any]:
-    """Return what the journal of a finished candidate says of its best moment."""
+    """Return the validation row of a finished candidate's best checkpoint."""
     best = best_row(MetricsFile.read(folder))
     if best is None or not best.keys() >= set(COLUMNS.values()):
-        raise CheckpointError(f"{folder / METRICS} is damaged; delete {folder}, and the same command trains it again")
+        raise CheckpointError(
+            f"{folder / METRICS} is corrupt; delete {folder}, and rerun the same command to train it again"
+        )
     return best
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """Return what is written down of a candidate; nothing where it is damaged, because the run knows it again."""
+    """Read candidate.json; empty if it is corrupt, because the run can restore it."""
     try:
         content = read_json(folder / CANDIDATE)
     except (OSError, ContentError):
@@ -267,16 +267,16 @@ def _best(candidates: Sequence[Candidate], place: Path, criterion: Criterion) ->
 
 
 def _tie(candidates: Sequence[Candidate], chosen: Candidate, criterion: Criterion) -> str:
-    """Say that the loss decided, where others are as good by the criterion."""
+    """Mention that the loss broke a tie, if it did."""
     column = COLUMNS[criterion]
     equal = sum(getattr(one.outcome, column) == getattr(chosen.outcome, column) for one in candidates) - 1
     if criterion == "loss" or not equal:
         return ""
-    return f" (the same as {equal} {'other' if equal == 1 else 'others'}, and the lowest loss of these)"
+    return f" (tied with {equal} {'other' if equal == 1 else 'others'}, and has the lowest loss of them)"
 
 
 def _spreads(candidates: Sequence[Candidate]) -> list[Spread]:
-    """Put candidates together that differ only in the seed."""
+    """Group candidates that differ only in the seed."""
     if not candidates or "seed" not in candidates[0].values:
         return []
     groups: dict[str, tuple[dict[str, Any], list[float]]] = {}

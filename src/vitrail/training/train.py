@@ -1,4 +1,4 @@
-"""`train`: a folder of images in, a measured classifier out."""
+"""`train`: a folder of images in, an evaluated classifier out."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,11 +34,11 @@ from vitrail.training.run_folder import (
     CHECK,
     SPLIT,
     Origin,
-    check_apart,
-    claimed,
+    check_outside_data,
     default_folder,
     keep_origin,
     keep_recipe,
+    locked,
     origin_of,
     read_in_run,
     write_json,
@@ -57,9 +57,9 @@ class Run:
     metrics: Evaluation
     defaults: list[ResolvedDefault]
     summary: str
-    """How good it is, in one sentence."""
+    """The result in one sentence."""
     report: Path | None = None
-    """The page about it, if one was made."""
+    """The HTML report, if one was written."""
 
 
 def train(
@@ -75,18 +75,18 @@ def train(
     workers: int | None = None,
     quiet: bool = False,
     evaluate_on: Literal["test", "val"] = "test",
-    said: set[str] | None = None,
+    printed: set[str] | None = None,
 ) -> Run:
-    """Train a classifier on images, or go on with a run that was stopped: the same call finds the same folder.
+    """Train a classifier on images, or resume an interrupted run: the same call finds the same folder.
 
-    `recipe` is the name of one that comes with the package, a TOML file, or a value; `changes` are such as
-    "optimizer.lr=3e-4". `start` is a model to begin with; `overrides` and `keys` say what its file does not tell, as
-    for `load`. `evaluate_on="val"` leaves the test split alone while
-    settings are still being chosen; the same call without it gives the result later. `said` holds what earlier runs
-    have shown of the data, which is not shown again; this run adds to it.
+    `recipe` is the name of a bundled recipe, a TOML file or a `Recipe`; `changes` are strings such as
+    "optimizer.lr=3e-4". `pretrained` is a model to fine-tune; `overrides` and `keys` supply what its file does not say,
+    as for `load`. `evaluate_on="val"` leaves the test split untouched while settings are still being chosen; the same
+    call without it gives the test result later. `printed` holds messages about the data that earlier runs have printed
+    and this one need not repeat; this run adds its own.
     """
     data, chosen = place_of(data), choose_device(device)
-    with process_group(chosen) as processes, Ranks(processes, chosen).noticing_losses() as ranks:
+    with process_group(chosen) as processes, Ranks(processes, chosen).reporting_lost_ranks() as ranks:
         with ranks.together(), ranks.main_first():
             first = _recipe(recipe, changes, pretrained)
             first.check_pretrained(pretrained)
@@ -97,37 +97,37 @@ def train(
             advice = before_training(facts, fresh=bundle is None)
             origin = origin_of(data, bundle)
             place = Path(folder) if folder is not None else default_folder(origin, [plan.recipe])
-            check_apart(place, origin)
-        _check_alike(ranks, plan, splits)
+            check_outside_data(place, origin)
+        _check_ranks_agree(ranks, plan, splits)
         context = RunContext(chosen, _precision(plan.recipe, chosen), _workers(workers, ranks), ranks)
         job = Job(plan, chosen, context.precision, processes.size, context.workers, resident_images(plan, splits))
         plan = fit_batch_to_memory(job, place, len(splits.train), memory_limit(chosen))
-        opened = _opened(ranks, place, plan, splits, origin, advice, quiet=quiet, said=said)
-        with opened as screen, repeatable(plan.recipe.deterministic):
+        opened = _opened(ranks, place, plan, splits, origin, advice, quiet=quiet, printed=printed)
+        with opened as console, repeatable(plan.recipe.deterministic):
             if bundle is not None:
                 bundle.announce()
             with ranks.together(), ranks.main_first():
-                shown = _cached(splits if evaluate_on == "test" else splits._replace(test=None), plan, context)
+                used = _cached(splits if evaluate_on == "test" else splits._replace(test=None), plan, context)
             with timed_session(place, chosen, processes.size, context.precision) if ranks.is_main else nullcontext():
-                best, measured, bad = train_run(
-                    plan, shown, bundle, place, context, screen, final=evaluate_on == "test"
+                best, evaluation, bad = train_run(
+                    plan, used, bundle, place, context, console, final=evaluate_on == "test"
                 )
-            summary = _summary(measured, shown, bad, screen.waited_share)
-            screen.note(f"the best model is {place / 'best'}")
-            for warning in measured.warnings:
-                screen.warning(warning)
-            screen.result(summary)
-    return Run(place, best, measured, plan.defaults, summary)
+            summary = _summary(evaluation, used, bad, console.waiting_fraction)
+            console.note(f"best model: {place / 'best'}")
+            for warning in evaluation.warnings:
+                console.warning(warning)
+            console.result(summary)
+    return Run(place, best, evaluation, plan.defaults, summary)
 
 
-def _check_alike(ranks: Ranks, plan: TrainingPlan, splits: Splits) -> None:
-    """All processes must have worked out the same plan, or they would wait for each other for ever."""
+def _check_ranks_agree(ranks: Ranks, plan: TrainingPlan, splits: Splits) -> None:
+    """Raise if the ranks have resolved different plans; they would deadlock."""
     words = json.dumps(splits.record, sort_keys=True)
-    found = ranks.gathered((plan.recipe.fingerprint(), len(splits.train), words))
-    if len(set(found)) > 1:
-        counts = sorted({images for _, images, _ in found})
-        seen = f"{counts[0]:,} and {counts[-1]:,} images" if len(counts) > 1 else "other names or settings"
-        error = ConfigError(f"the processes do not see the same data: {seen}; give all of them the same files")
+    plans = ranks.all_gather((plan.recipe.fingerprint(), len(splits.train), words))
+    if len(set(plans)) > 1:
+        counts = sorted({images for _, images, _ in plans})
+        seen = f"{counts[0]:,} and {counts[-1]:,} images" if len(counts) > 1 else "different names or settings"
+        error = ConfigError(f"the ranks do not see the same data: {seen}; give all of them the same files")
         error.everywhere = True
         raise error
 
@@ -142,65 +142,67 @@ def _opened(
     advice: Sequence[str],
     *,
     quiet: bool,
-    said: set[str] | None,
+    printed: set[str] | None,
 ) -> Iterator[RunConsole | SilentConsole]:
-    """Keep the run folder for this run, and show it; only the main process does either."""
+    """Lock the run folder and open its console, on the main process only."""
     with ExitStack() as stack:
-        screen: RunConsole | SilentConsole = SilentConsole()
+        console: RunConsole | SilentConsole = SilentConsole()
         with ranks.together():
             if ranks.is_main:
-                stack.enter_context(claimed(place))
+                stack.enter_context(locked(place))
                 keep_recipe(place, plan.recipe)
                 moved = keep_origin(place, origin)
-                screen = stack.enter_context(RunConsole(place, quiet=quiet, compiled=plan.recipe.compile, said=said))
-                _introduce(screen, place, plan, splits, advice, ranks.device)
+                console = stack.enter_context(
+                    RunConsole(place, quiet=quiet, compiled=plan.recipe.compile, printed=printed)
+                )
+                _introduce(console, place, plan, splits, advice, ranks.device)
                 for text in (moved, check_stamps(place, splits)):
                     if text is not None:
-                        screen.note(text)
-        yield screen
+                        console.note(text)
+        yield console
 
 
 def _recipe(recipe: str | Path | Recipe | None, changes: Sequence[str], pretrained: object) -> Recipe:
     if isinstance(recipe, Recipe):
         if changes:
-            raise ConfigError("changes go with a recipe's name or file; change a Recipe with replace()")
+            raise ConfigError("changes apply to a recipe's name or file; change a Recipe with replace()")
         return recipe
     return read_recipe(recipe or default_recipe(pretrained), changes)
 
 
 def _introduce(
-    screen: RunConsole, place: Path, plan: TrainingPlan, splits: Splits, advice: Sequence[str], device: torch.device
+    console: RunConsole, place: Path, plan: TrainingPlan, splits: Splits, advice: Sequence[str], device: torch.device
 ) -> None:
-    """Say what will be done, and keep what is known of the data."""
+    """Print the plan, and write split.json, check.json and the samples."""
     if not (place / SPLIT).exists():
-        _say_check(screen, place, splits, plan.model.image_size[0])
+        _check_data(console, place, splits, plan.model.image_size[0])
         write_json(place / SPLIT, splits.record)
-        screen.defaults(plan.defaults)
+        console.defaults(plan.defaults)
         for text in advice:
-            screen.of_data(text, loud=True)
+            console.data_note(text, loud=True)
     elif read_in_run(place / SPLIT, read_json) != json.loads(json.dumps(splits.record)):
         raise DataError(
-            f"the data is no longer what the run in {place} began with: images were added, removed or renamed; "
-            f"choose another --run, or bring them back"
+            f"the data has changed since the run in {place} started: images were added, removed or renamed; choose "
+            f"another --run, or restore them"
         )
     keep_samples(place, splits.train)
     steps = "one step" if plan.steps == 1 else f"{plan.steps:,} steps"
     precision = _precision(plan.recipe, device)
-    screen.note(f"the run is in {place}: {steps} in {precision}, {len(splits.train):,} images to train on")
+    console.note(f"run folder {place}: {steps} in {precision}, {len(splits.train):,} training images")
 
 
-def _say_check(screen: RunConsole, place: Path, splits: Splits, size: int) -> None:
-    """Check the data in bounded time, keep what was found, and say what would make a result wrong."""
+def _check_data(console: RunConsole, place: Path, splits: Splits, size: int) -> None:
+    """Run the quick data check, save its findings, and print the serious ones."""
     report = quick_check(splits, size=size)
     write_json(place / CHECK, report.as_dict())
     if report.contents is not None:
         report.contents.save(place)
-    screen.of_data(report.summary)
+    console.data_note(report.summary)
     for finding in report.findings:
         if finding.grave:
             some = ", ".join(finding.details[:2]) + (", …" if len(finding.details) > 2 else "")
             details = f" ({some})" if some else ""
-            screen.of_data(f"{finding.text}{details}; {finding.advice}", loud=True)
+            console.data_note(f"{finding.text}{details}; {finding.advice}", loud=True)
 
 
 def _cached(splits: Splits, plan: TrainingPlan, context: RunContext) -> Splits:
@@ -217,17 +219,17 @@ def _precision(recipe: Recipe, device: torch.device) -> Precision:
     return "bf16" if faster_in_bf16(device) else "float32"
 
 
-def _workers(asked: int | None, ranks: Ranks) -> int:
-    """On a CPU the model needs the cores itself."""
-    if asked is not None:
-        return asked
+def _workers(requested: int | None, ranks: Ranks) -> int:
+    """Use few workers on a CPU, where the model needs the cores."""
+    if requested is not None:
+        return requested
     return default_workers() if ranks.device.type != "cpu" else max(1, default_workers() // 4)
 
 
-def _summary(measured: Evaluation, splits: Splits, bad: list[str], waited: float | None) -> str:
+def _summary(evaluation: Evaluation, splits: Splits, bad: list[str], waiting_fraction: float | None) -> str:
     split = "test" if splits.test is not None else "validation" if splits.val is not None else "training"
     chosen_by = f"; evaluated on the {split} split" + ("" if splits.test is not None else "; selected on these images")
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-    left_out = f"; left out of training: {', '.join(bad[:3])}{more}" if bad else ""
-    waiting = "" if waited is None else f"; waiting for data {waited:.0%}"
-    return f"{measured.summary}{chosen_by}{left_out}{waiting}"
+    skipped = f"; unreadable and skipped in training: {', '.join(bad[:3])}{more}" if bad else ""
+    waiting = "" if waiting_fraction is None else f"; waiting for data {waiting_fraction:.0%}"
+    return f"{evaluation.summary}{chosen_by}{skipped}{waiting}"
