@@ -162,6 +162,11 @@ def test_settings_of_train_and_sweep_go_into_changes(arguments: dict[str, Any], 
     assert not (tmp_path / "run").exists()
 
 
+def test_pretrained_is_not_a_switch() -> None:
+    with pytest.raises(vitrail.ConfigError, match="pretrained is True; use a bundle, a path or a name, such as"):
+        vitrail.train("digits", pretrained=True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -63,7 +63,7 @@ def test_bf16_stays_close_to_float32(kind: str) -> None:
     assert 1e-6 < relative_error(found, eager(made, images)) < 0.1
 
 
-@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor has no bf16")
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bf16")
 def test_packed_bf16_is_as_accurate_as_autocast() -> None:
     made, images = bundle("plain", depth=6), pixels(8)
     exact = eager(made, images)

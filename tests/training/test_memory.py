@@ -56,7 +56,7 @@ def really_taken(work: Callable[[], None]) -> int:
             {"precision": "bf16", "batch": 2, "model": {**SMALL, "depth": 1, "width": 32, "heads": 1}},
             marks=pytest.mark.skipif(
                 not faster_in_bf16(torch.device("cpu")),
-                reason="a processor without units for bf16 widens matrices to multiply them, which takes memory",
+                reason="a CPU without bf16 units widens matrices to multiply them, which takes memory",
             ),
         ),
         {"model": {**SMALL, "width": 192}, "batch": 2},

@@ -43,6 +43,10 @@ def opened_pretrained(
         return open_checkpoint(pretrained, overrides=overrides, keys=keys)
     if overrides or keys is not None:
         raise ConfigError("--override and --keys describe the checkpoint of --from; add --from")
+    if pretrained is not None and not isinstance(pretrained, Bundle):
+        raise ConfigError(
+            f"pretrained is {pretrained!r}; use a bundle, a path or a name, such as pretrained='timm:name.tag'"
+        )
     return pretrained
 
 
