@@ -200,7 +200,7 @@ BAD = [
         image(),
         PNG,
         422,
-        "top is 'abc': it should be a whole number from 1 to",
+        "top is 'abc': it should be an integer from 1 to",
     ),
     (
         "a number out of range",
@@ -208,7 +208,7 @@ BAD = [
         image(),
         PNG,
         422,
-        "top is '0': it should be a whole number from 1",
+        "top is '0': it should be an integer from 1",
     ),
     (
         "a very long option",
@@ -216,7 +216,7 @@ BAD = [
         image(),
         PNG,
         422,
-        "…: it should be a whole number from 1",
+        "…: it should be an integer from 1",
     ),
     (
         "a layer that is no number",
@@ -224,7 +224,7 @@ BAD = [
         image(),
         PNG,
         422,
-        "layer is 'x': it should be a whole number",
+        "layer is 'x': it should be an integer",
     ),
     ("neither true nor false", "/v1/embed?normalise=maybe", image(), PNG, 422, "'maybe': it should be true or false"),
     (

@@ -114,10 +114,10 @@ def test_memory_is_the_peak() -> None:
 
 def test_defaults_are_aligned() -> None:
     table = printed(defaults_table(CHOICES), 140)
-    assert [line.index(word) for line, word in zip(table, ("because", "the", "about"), strict=True)] == [25, 25, 25]
+    assert [line.index(word) for line, word in zip(table, ("reason", "the", "about"), strict=True)] == [27, 27, 27]
     assert defaults_lines(CHOICES)[1] == f"batch             64   {CHOICES[1].reason}"
     narrow = printed(defaults_table(CHOICES), 60)
-    assert [line[:16].strip() for line in narrow] == ["chosen", "model.image_size", "", "", "batch", "", ""][
+    assert [line[:16].strip() for line in narrow] == ["default", "model.image_size", "", "", "batch", "", ""][
         : len(narrow)
     ]
     assert max(map(len, narrow)) <= 60

@@ -129,9 +129,9 @@ def test_the_figure_describes_its_losses(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_headline_has_the_best_and_the_last_numbers() -> None:
     head, below = headlines(CASES["a run"], "digits-1a2b3c")
-    assert head == "87.1% accuracy on the validation split at step 275 of 300, the kept checkpoint"
+    assert head == "Validation accuracy 87.1%, step 275 of 300 kept"
     assert below.startswith("digits-1a2b3c   ·   30.0 epochs   ·   training loss 0.1")
-    assert below.endswith("val loss 1.000 at the end")
+    assert below.endswith("validation loss 1.000 at the end")
     assert headlines(metrics_file(1), "a")[0] == "Step 1, not yet validated"
 
 

@@ -210,7 +210,7 @@ def test_a_batch_that_fits_is_kept(tmp_path: Path) -> None:
     usual = job(batch=None).plan
     assert (found.recipe.batch, found.batch, found.steps) == (usual.batch, usual.batch, usual.steps)
     assert (found.defaults[-1].field, found.defaults[-1].value) == ("batch", usual.batch)
-    assert "fits into 1000.0 GB" in found.defaults[-1].reason
+    assert "fits in 1000.0 GB" in found.defaults[-1].reason
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_the_same_command_finds_the_same_run(tmp_path: Path, monkeypatch: pytest
 def test_invalid_batches_raise(batch: object) -> None:
     with pytest.raises(ConfigError) as caught:
         Recipe(batch=batch)
-    assert str(caught.value) == f"batch is {batch!r}: it should be a whole number from 1 to 1,000,000, or 'auto'"
+    assert str(caught.value) == f"batch is {batch!r}: it should be an integer from 1 to 1,000,000, or 'auto'"
 
 
 # ── out of memory ──

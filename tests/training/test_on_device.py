@@ -43,6 +43,6 @@ def test_validation_on_the_device_equals_validation_from_files(tmp_path: Path) -
 
 
 def test_a_resizing_crop_raises(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="resizes each image, which is not done on the device"):
+    with pytest.raises(ConfigError, match="resizes each image, which is not implemented on the device"):
         weights(tmp_path / "run", "data.on_device=true", "augmentation.crop=inception")
     assert not (tmp_path / "run").exists()

@@ -47,9 +47,9 @@ Text = Annotated[
 Whole = Annotated[
     Annotated[int, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)] | None,
     BeforeValidator(_or_none),
-    _expected(f"a whole number from {-MAX_NUMBER:,} to {MAX_NUMBER:,}"),
+    _expected(f"an integer from {-MAX_NUMBER:,} to {MAX_NUMBER:,}"),
 ]
-Top = Annotated[int, Field(ge=1, le=MAX_NUMBER), _expected(f"a whole number from 1 to {MAX_NUMBER:,}")]
+Top = Annotated[int, Field(ge=1, le=MAX_NUMBER), _expected(f"an integer from 1 to {MAX_NUMBER:,}")]
 Switch = Annotated[bool, _expected("true or false")]
 
 

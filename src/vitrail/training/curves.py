@@ -114,7 +114,7 @@ def headlines(rows: Sequence[dict[str, Any]], name: str) -> tuple[str, str]:
     top1, steps = curve(rows, "val_top1"), max(row["step"] for row in rows)
     if len(top1):
         step, accuracy = _best(rows, top1)
-        head = f"{accuracy:.1%} accuracy on the validation split at step {step:,} of {steps:,}, the kept checkpoint"
+        head = f"Validation accuracy {accuracy:.1%}, step {step:,} of {steps:,} kept"
     else:
         head = f"Step {steps:,}, not yet validated"
     facts = [name if len(name) <= 40 else f"{name[:39]}…"]
