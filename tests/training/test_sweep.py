@@ -195,7 +195,7 @@ def test_the_table(straight: Sweep, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert str(straight.best.folder / "best") in shown.out
     assert "3 runs, each trained in full for 10 steps" in shown.err
     assert "1 duplicate is dropped" in shown.err
-    assert "2 of 3: optimizer.lr=0.1 was finished before" in shown.err
+    assert "2 of 3: optimizer.lr=0.1 is already finished" in shown.err
 
 
 def test_the_folder_is_found_by_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def test_settings_are_judged_together() -> None:
         (["epochs=1,2"], "epochs is swept, but epochs=0.25 sets it; leave one of them out"),
         (["model=1,2"], "model is swept, but model.width=16 sets it"),
         (["seed=1", "seed=2"], "seed is swept twice"),
-        (["augmentation.flip=0.0,0.5", "augmentation=none"], "contradict each other"),
+        (["augmentation.flip=0.0,0.5", "augmentation=none"], "augmentation.flip and augmentation overlap"),
         (["data.val=.1,.2"], "would evaluate its runs on different images; use --set data.val="),
     ],
 )
