@@ -732,7 +732,7 @@ def parse() -> argparse.Namespace:
     sizes = options.sizes or SIZES
     for row in options.only:
         if row not in [f"{task}:{size}" for task in options.tasks for size in sizes]:
-            parser.error(f"there is no row {row!r}; write a task, a colon and a size, such as {TASKS[0]}:{sizes[0]}")
+            parser.error(f"unknown row {row!r}; write a task, a colon and a size, such as {TASKS[0]}:{sizes[0]}")
     options.deadline = time.perf_counter() + options.limit
     options.weights_model = options.preprocess = None
     if options.weights:

@@ -266,7 +266,7 @@ if ON_GPU:  # each is compiled separately, and may be miscompiled
 @pytest.mark.parametrize(("tokens", "heads", "width"), FEW)
 def test_short_attention(tokens: int, heads: int, width: int, dtype: torch.dtype) -> None:
     if ON_GPU and dtype == torch.float32 and tokens * width > 64 * 64:
-        pytest.skip("in float32, which no training takes, this may be more than a processor's shared memory")
+        pytest.skip("float32 is not used in training, and this size may exceed an SM's shared memory")
     if ON_GPU and not short_attention.can_attend(DEVICE):
         pytest.skip("these kernels are verified only on some GPUs and versions of Triton")
     generator = torch.Generator().manual_seed(0)
