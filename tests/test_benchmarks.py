@@ -19,7 +19,7 @@ from vitrail.errors import ConfigError
         (["--batch", "0"], "--batch is 0; give 1 or more"),
         (["--seconds", "nan"], "--seconds is nan; give 0 or more"),
         (["--contestants", "("], "'(' is not a regular expression"),
-        (["--only", "inference:Q/16"], "there is no row 'inference:Q/16'"),
+        (["--only", "inference:Q/16"], "unknown row 'inference:Q/16'"),
         (["--curve", "0"], "--curve is 0; give 1 or more steps"),
         (["--curve", "5", "--seeds", "0"], "--seeds is 0; give 1 or more"),
         (["--small"], "give --curve and a number of steps, too"),
