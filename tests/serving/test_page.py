@@ -234,6 +234,7 @@ def test_clicking_a_class_explains_it(seen: Visit) -> None:
     row = seen.part("bars").locator("button").nth(2)
     name = row.locator(".name").inner_text()
     row.click()
+    seen.page.mouse.move(0, 0)  # the page may move under the pointer, and a pointer over the map selects a patch
     seen.settle()
     assert seen.page.get_by_role("radio", name="Relevance").is_checked()
     assert f"Evidence for {name}," in seen.part("readout").inner_text()

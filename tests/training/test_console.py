@@ -233,6 +233,6 @@ def test_a_checkpoint_that_is_kept_is_called_the_best_only_where_it_is(tmp_path:
         screen.validation({**row, "highest": True})
         screen.validation({**row, "highest": False, "best": 6})
     kept, best, other = (tmp_path / "log.txt").read_text(encoding="utf-8").splitlines()
-    assert kept.endswith("(kept: within one standard error of the best, and trained for longer)")
+    assert kept.endswith("(kept: within one standard error)")
     assert best.endswith("(best so far)")
     assert other.endswith("loss 1.000")

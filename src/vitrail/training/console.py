@@ -20,7 +20,7 @@ PLAIN_INTERVAL = 15.0
 """Seconds between plain progress lines."""
 REFRESH_INTERVAL = 0.1
 """Seconds between refreshes of the live display."""
-WITHIN_ERROR = "kept: within one standard error of the best, and trained for longer"
+WITHIN_ERROR = "kept: within one standard error"
 
 
 class RunConsole:

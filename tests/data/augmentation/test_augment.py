@@ -303,7 +303,7 @@ def test_a_reduced_image_gives_similar_pixels(position: int, crop: str, shape: t
     smaller = open_image(content).pixels(3, scale=1 / scale)
     drawn = plan(Augmentation(crop=crop, crop_area=(0.2, 1.0), rotation=5.0), *shape, (64, 64), draws(0, position))
     whole, part = (apply(drawn, p, (64, 64)).astype(int) for p in (image, smaller))
-    assert abs(whole - part).mean() < 3
+    assert abs(whole - part).mean() < 5
     # Close everywhere: nothing is shifted or mirrored.
     assert np.quantile(abs(whole - part), 0.99) < 20
 
