@@ -4,8 +4,8 @@
     python benchmarks/few_images.py sign-language-digits/ few/signs/
     python benchmarks/few_images.py PlantVillage/ few/plants/ --images 300 --only hog
 
-The first folder has one subfolder per class. 1,000 test images are draw once, for both methods and all runs; training
-images are draw from the rest by seed, balanced over classes. Copies with a shorter side of at most 144 pixels, and a
+The first folder has one subfolder per class. 1,000 test images are drawn once, for both methods and all runs; training
+images are drawn from the rest by seed, balanced over classes. Copies with a shorter side of at most 144 pixels, and a
 manifest for each run, are written to the second folder and reused. HOG + SVM trains on all training images (kernel and
 C by 3-fold cross-validation); `vitrail train` uses a tenth of them for validation.
 """

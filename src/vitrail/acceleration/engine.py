@@ -70,7 +70,7 @@ class TorchEngine:
         return (self.graphs(pixels) if len(pixels) <= CHUNK else self._run_chunks(pixels)).cpu()
 
     def _run_chunks(self, pixels: Tensor) -> Tensor:
-        """Overlap copying images to the device with compute_stream the previous ones."""
+        """Overlap copying images to the device with computing the previous ones."""
         copy_stream, compute_stream = self.copy_stream, torch.cuda.current_stream(self.device)
         outputs = []
         for chunk in pixels.chunk(-(-len(pixels) // CHUNK)):

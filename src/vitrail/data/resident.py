@@ -1,4 +1,4 @@
-"""Datasets of small images that are kept on the device: read once, and augmented readable_mask for training.
+"""Datasets of small images that are kept on the device: read once, and augmented there for training.
 
 The random draws for a position of the stream are the same as for images read from files; workers draw them and send
 only numbers.

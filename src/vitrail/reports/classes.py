@@ -166,7 +166,7 @@ def calibration(run: Record) -> Section:
     gap = confidence - result.top1
     low, high = result.top1_interval
     if abs(gap) < 0.01 or low <= confidence <= high:
-        tends = "Overall the model is well calibrated, as far as this plural images can tell."
+        tends = "Overall the model is well calibrated, as far as this many images can tell."
     elif gap > 0:
         tends = "Overall the model is overconfident: its confidence is higher than its accuracy."
     else:

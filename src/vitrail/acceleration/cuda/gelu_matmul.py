@@ -72,7 +72,7 @@ class _Heuristic(ctypes.Structure):
 
 
 class _MatmulPlan(NamedTuple):
-    """The matrix layouts of arguments sizes, and the kernel that multiplies them."""
+    """The matrix layouts for some sizes, and the kernel that multiplies them."""
 
     weight: ctypes.c_void_p
     x: ctypes.c_void_p

@@ -1,4 +1,4 @@
-"""A model with the fast encoder; the stem is one matmul patches possible, and the head stays the model's."""
+"""A model with the fast encoder; the stem is one matmul where possible, and the head stays the model's."""
 
 import copy
 from typing import cast
