@@ -53,7 +53,7 @@ from torch import Tensor, nn
 # Python adds a script's own folder to the path, but not the repository root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.gpu_lab import card_rates, run_lab, timed
-from tests.peers import import_peer, scramble
+from tests.support.peers import import_peer, scramble
 
 import vitrail
 from vitrail.acceleration.accelerate import Accelerated

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from tests.peers import scramble
+from tests.support.peers import scramble
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -42,7 +42,7 @@ print(json.dumps([seconds, grown]))
 """
 OURS = ("import vitrail; vitrail.load; import vitrail.api", "vitrail.load({folder!r}).model")
 TIMM = (
-    "import sys; sys.path.insert(0, {root!r}); from tests.peers import import_peer; timm = import_peer('timm')",
+    "import sys; sys.path.insert(0, {root!r}); from tests.support.peers import import_peer; timm = import_peer('timm')",
     "timm.create_model('local-dir:' + {folder!r}, pretrained=True).eval()",
 )
 

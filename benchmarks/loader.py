@@ -25,7 +25,7 @@ import torch
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.peers import import_peer
+from tests.support.peers import import_peer
 
 from vitrail.data.augmentation.augment import Augmentation
 from vitrail.data.augmentation.randaugment import RandAugment

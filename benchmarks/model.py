@@ -34,9 +34,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Python adds a script's own folder to the path, but not the repository root; `tests.peers` imports timm.
+# Python adds a script's own folder to the path, but not the repository root; `tests.support.peers` imports timm.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tests.peers import import_peer, relative_error, scramble
+from tests.support.peers import import_peer, relative_error, scramble
 
 from vitrail.models.variants import VARIANTS, variant_config
 from vitrail.models.vit import ViT

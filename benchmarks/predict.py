@@ -25,7 +25,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.peers import import_peer, scramble
+from tests.support.peers import import_peer, scramble
 
 from vitrail import Bundle, Classifier, VitrailError, convert, load
 from vitrail.inference.listing import list_items

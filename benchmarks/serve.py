@@ -35,7 +35,7 @@ from PIL import Image
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.peers import import_peer
+from tests.support.peers import import_peer
 
 import vitrail
 from vitrail import Bundle, Preprocess

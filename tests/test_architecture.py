@@ -1,6 +1,7 @@
 """The architecture: which layer may import which, what is public, and what an import costs."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import vitrail
 
 SOURCE = Path(vitrail.__file__).parent
+TESTS = Path(__file__).parent
 
 # A top-level entry of the package imports only entries of a lower layer (docs/decisions/0001).
 LAYER = {
@@ -116,3 +118,24 @@ def test_version_is_the_newest_in_the_changelog() -> None:
     changelog = Path(__file__).parents[1] / "CHANGELOG.md"
     headings = [line for line in changelog.read_text(encoding="utf-8").splitlines() if line.startswith("## ")]
     assert headings[0].startswith(f"## {vitrail.__version__}")
+
+
+def test_tests_import_only_support_modules() -> None:
+    """What two test files share is in `tests/support`, so that a test file can change without breaking another one."""
+    wrong = [
+        f"{path.relative_to(TESTS)} imports {name}"
+        for path in sorted(TESTS.rglob("*.py"))
+        for name in imports(ast.parse(path.read_text(encoding="utf-8")))
+        if name.startswith("tests.") and not name.startswith(("tests.support.", "tests.golden."))
+    ]
+    assert wrong == []
+
+
+def test_the_map_of_the_tests_is_complete() -> None:
+    """`tests/README.md` names every folder and every support module."""
+    folders = {path.parent.relative_to(TESTS).as_posix() + "/" for path in TESTS.rglob("*.py")} - {"./"}
+    modules = {path.name for path in (TESTS / "support").glob("*.py")}
+    named = set(re.findall(r"^\| `([^`]+)`", (TESTS / "README.md").read_text(encoding="utf-8"), re.MULTILINE))
+    assert folders | modules <= named
+    gone = {name for name in named if name.endswith("/")} - folders, {n for n in named if n.endswith(".py")} - modules
+    assert gone == (set(), set())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.peers import scramble
+from tests.support.peers import scramble
 
 import vitrail
 

@@ -6,36 +6,21 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 from PIL import Image
-
-from vitrail.__main__ import main
-
-
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Done]
+from tests.support.commands import CommandOutput, RunCommand, run_command
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunCommand:
     """Run the command in this process, because imports would take most of the time."""
     monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
 
-    def command(*words: object) -> Done:
-        monkeypatch.setattr(sys, "argv", ["vitrail", "check", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return Done(int(ended.value.code or 0), *capsys.readouterr())
+    def command(*words: object) -> CommandOutput:
+        return run_command(monkeypatch, capsys, "check", *words)
 
     return command
 
@@ -51,7 +36,7 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def test_good_data(run: Run, data: Path) -> None:
+def test_good_data(run: RunCommand, data: Path) -> None:
     done = run(data, "--workers", 0)
     assert (done.code, done.err) == (0, "")
     lines = done.out.splitlines()
@@ -69,7 +54,7 @@ def test_good_data(run: Run, data: Path) -> None:
     ]
 
 
-def test_findings_are_listed_and_unreadable_images_fail(run: Run, data: Path) -> None:
+def test_findings_are_listed_and_unreadable_images_fail(run: RunCommand, data: Path) -> None:
     (data / "cat" / "text.jpg").write_text("no image")
     for number in range(7):
         (data / "cat" / f"empty{number}.jpg").write_bytes(b"")
@@ -83,7 +68,7 @@ def test_findings_are_listed_and_unreadable_images_fail(run: Run, data: Path) ->
     assert "Where the device waits for images, this helps: more cores, or " in done.out
 
 
-def test_json_output(run: Run, data: Path, tmp_path: Path) -> None:
+def test_json_output(run: RunCommand, data: Path, tmp_path: Path) -> None:
     (data / "cat" / "text.jpg").write_text("no image")
     sheet = tmp_path / "sheet.png"
     done = run(data, "--json", "--workers", 0, "--images-per-second", 10, "--sheet", sheet, "--size", 64)
@@ -99,7 +84,7 @@ def test_json_output(run: Run, data: Path, tmp_path: Path) -> None:
         assert image.format == "PNG"
 
 
-def test_skipped_files_are_listed(run: Run, data: Path) -> None:
+def test_skipped_files_are_listed(run: RunCommand, data: Path) -> None:
     for number in range(7):
         (data / "cat" / f"notes{number}.txt").write_text("no image")
     shutil.copy(data / "cat" / "0.jpg", data / "dog" / "0.php")
@@ -110,7 +95,7 @@ def test_skipped_files_are_listed(run: Run, data: Path) -> None:
     assert f"    {data}/dog/0.php: a JPEG; rename it to 0.jpg\n" in done.out
 
 
-def test_one_pass_lists_all_errors(run: Run, data: Path) -> None:
+def test_one_pass_lists_all_errors(run: RunCommand, data: Path) -> None:
     (data / "cat" / "gone.jpg").symlink_to("nowhere.jpg")
     (data / "cat" / "round.jpg").symlink_to("round.jpg")
     (data / "dog" / "up").symlink_to(data)
@@ -138,13 +123,13 @@ def test_one_pass_lists_all_errors(run: Run, data: Path) -> None:
     assert len(found["faults"]) == 6
 
 
-def test_the_contact_sheet_path_is_printed(run: Run, data: Path, tmp_path: Path) -> None:
+def test_the_contact_sheet_path_is_printed(run: RunCommand, data: Path, tmp_path: Path) -> None:
     done = run(data, "--workers", 0, "--sheet", tmp_path / "sheet.png")
     assert done.out.endswith(f"The contact sheet is {tmp_path / 'sheet.png'}.\n")
     assert (tmp_path / "sheet.png").exists()
 
 
-def test_digits(run: Run) -> None:
+def test_digits(run: RunCommand) -> None:
     done = run("digits", "--size", 32)
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith("1,797 images in 10 classes; all tiny.")
@@ -163,14 +148,14 @@ def test_digits(run: Run) -> None:
         (("--size", "0"), "--size"),
     ],
 )
-def test_wrong_options(run: Run, data: Path, options: tuple[str, ...], message: str) -> None:
+def test_wrong_options(run: RunCommand, data: Path, options: tuple[str, ...], message: str) -> None:
     done = run(data, *options)
     assert (done.code, done.out) == (2, "")
     assert message in done.err
     assert len(done.err.splitlines()) == 1
 
 
-def test_sources_that_cannot_be_opened(run: Run, data: Path, tmp_path: Path) -> None:
+def test_sources_that_cannot_be_opened(run: RunCommand, data: Path, tmp_path: Path) -> None:
     done = run(tmp_path / "nowhere")
     assert (done.code, done.out) == (2, "")
     assert "does not exist; give " in done.err
@@ -183,7 +168,7 @@ def test_sources_that_cannot_be_opened(run: Run, data: Path, tmp_path: Path) -> 
         assert f"class {label!r} has 1 image, too few for 3 splits" in done.out
 
 
-def test_unusable_data_lists_all_errors(run: Run, data: Path) -> None:
+def test_unusable_data_lists_all_errors(run: RunCommand, data: Path) -> None:
     rows = [f"cat/{number}.jpg,0.{number}" for number in range(10)] + [f"{number}.jpg,1" for number in range(20)]
     (data / "list.csv").write_text("\n".join(["path,label", *rows]))
     done = run(data / "list.csv")
@@ -194,7 +179,7 @@ def test_unusable_data_lists_all_errors(run: Run, data: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["--json", "--workers=0"])
-def test_no_readable_image(run: Run, data: Path, option: str) -> None:
+def test_no_readable_image(run: RunCommand, data: Path, option: str) -> None:
     for path in data.rglob("*.jpg"):
         path.write_text("no image")
     done = run(data, option)
@@ -236,7 +221,7 @@ def test_ctrl_c_leaves_no_traceback_and_no_process(data: Path, tmp_path: Path, w
         os.killpg(process.pid, 0)
 
 
-def test_all_errors_are_listed_without_a_readable_image(run: Run, data: Path) -> None:
+def test_all_errors_are_listed_without_a_readable_image(run: RunCommand, data: Path) -> None:
     (data / "empty").mkdir()
     os.symlink("nowhere", data / "cat" / "link.jpg")
     for path in data.glob("*/[0-9].jpg"):

@@ -3,18 +3,15 @@
 import json
 import re
 import shutil
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tests.support.commands import CommandOutput, RunCommand, run_command
 
 import vitrail
-from vitrail.__main__ import main
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.cli.eval import _compact_json
 from vitrail.data.checking.check import quick_check
@@ -25,27 +22,16 @@ from vitrail.data.sources.opening import open_data
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 
-
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Done]
 PRE = Preprocess(size=(8, 8), channels=1, mean=(0.5,), std=(0.5,))
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunCommand:
     """Run the command in this process, because imports would take most of the time."""
     monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
 
-    def command(*words: object) -> Done:
-        monkeypatch.setattr(sys, "argv", ["vitrail", "eval", *map(str, words), "--workers", "0"])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return Done(int(ended.value.code or 0), *capsys.readouterr())
+    def command(*words: object) -> CommandOutput:
+        return run_command(monkeypatch, capsys, "eval", *words, "--workers", "0")
 
     return command
 
@@ -73,7 +59,7 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def test_a_plain_folder(run: Run, bundle: Path, data: Path) -> None:
+def test_a_plain_folder(run: RunCommand, bundle: Path, data: Path) -> None:
     done = run(bundle, data)
     assert done.code == 0
     lines = done.out.splitlines()
@@ -95,7 +81,7 @@ def test_a_plain_folder(run: Run, bundle: Path, data: Path) -> None:
     assert str(data) in done.out.split("The most confident mistakes")[1]
 
 
-def test_json_output(run: Run, bundle: Path, data: Path) -> None:
+def test_json_output(run: RunCommand, bundle: Path, data: Path) -> None:
     (data / "cat" / "text.png").write_text("no image")
     done = run(bundle, data, "--json", "--batch", 3)
     assert done.code == 0
@@ -111,7 +97,7 @@ def test_json_output(run: Run, bundle: Path, data: Path) -> None:
     assert "Images that could not be read" in text
 
 
-def test_the_splits_of_the_run_are_used(run: Run, bundle: Path, data: Path) -> None:
+def test_the_splits_of_the_run_are_used(run: RunCommand, bundle: Path, data: Path) -> None:
     splits = open_data(data, seed=3, val=0.2, test=0.3)
     (bundle.parent / "split.json").write_text(json.dumps(splits.record))
     by = "; compared with the images of its run by name only."
@@ -135,7 +121,7 @@ def test_the_splits_of_the_run_are_used(run: Run, bundle: Path, data: Path) -> N
     assert "% on 20 images, " in run(bundle, data).out
 
 
-def test_without_a_test_split_the_summary_names_the_validation_split(run: Run, bundle: Path, data: Path) -> None:
+def test_without_a_test_split_the_summary_names_the_validation_split(run: RunCommand, bundle: Path, data: Path) -> None:
     splits = open_data(data, seed=3, val=0.2, test=0.0)
     (bundle.parent / "split.json").write_text(json.dumps(splits.record))
     by = "; compared with the images of its run by name only"
@@ -160,7 +146,7 @@ def recorded(bundle: Path, data: Path) -> Contents:
     return contents
 
 
-def test_renamed_moved_and_copied_images_are_recognised_by_content(run: Run, bundle: Path, data: Path) -> None:
+def test_renamed_moved_and_copied_images_are_recognised_by_content(run: RunCommand, bundle: Path, data: Path) -> None:
     recorded(bundle, data)
     line = run(bundle, data).out.splitlines()[0]
     assert line.endswith("; evaluated on the test split; by content, its run trained on none of these images.")
@@ -181,7 +167,7 @@ def test_renamed_moved_and_copied_images_are_recognised_by_content(run: Run, bun
     assert line.endswith("; evaluated on all images; by content, its run trained on none of these images.")
 
 
-def test_another_image_under_the_same_name_was_not_trained_on(run: Run, bundle: Path, data: Path) -> None:
+def test_another_image_under_the_same_name_was_not_trained_on(run: RunCommand, bundle: Path, data: Path) -> None:
     recorded(bundle, data)
     for number, path in enumerate(sorted(data.glob("*/*.png"))):
         Image.fromarray(np.random.default_rng([7, number]).integers(0, 256, (8, 8), np.uint8)).save(path)
@@ -197,7 +183,7 @@ def test_digests_that_are_compressed_are_not_read(bundle: Path) -> None:
     assert recorded_contents(bundle) is None
 
 
-def test_a_bundle_copied_out_of_its_run_recognises_its_images(run: Run, bundle: Path, data: Path) -> None:
+def test_a_bundle_copied_out_of_its_run_recognises_its_images(run: RunCommand, bundle: Path, data: Path) -> None:
     recorded(bundle, data)
     carry_contents(bundle.parent, bundle)
     alone = Path(shutil.copytree(bundle, bundle.parent.parent / "copied" / "model"))
@@ -212,7 +198,7 @@ def test_a_bundle_copied_out_of_its_run_recognises_its_images(run: Run, bundle: 
     assert line.endswith("; evaluated on all images; it is unknown whether the model was trained on them.")
 
 
-def test_partial_digests_are_reported(run: Run, bundle: Path, data: Path) -> None:
+def test_partial_digests_are_reported(run: RunCommand, bundle: Path, data: Path) -> None:
     contents = recorded(bundle, data)
     contents._replace(train=contents.train[:3]).save(bundle.parent)
     line = run(bundle, data, "--split", "all").out.splitlines()[0]
@@ -224,7 +210,7 @@ def test_partial_digests_are_reported(run: Run, bundle: Path, data: Path) -> Non
     assert line.endswith(f"; selected on 4 of these images; trained on 3 of these images{by}")
 
 
-def test_a_new_image_is_not_reported_as_trained_on(run: Run, bundle: Path, data: Path) -> None:
+def test_a_new_image_is_not_reported_as_trained_on(run: RunCommand, bundle: Path, data: Path) -> None:
     (bundle.parent / "split.json").write_text(json.dumps(open_data(data, seed=3, val=0.2, test=0.3).record))
     old = next((data / "cat").iterdir())
     (data / "cat" / f"new{old.suffix}").write_bytes(old.read_bytes())
@@ -232,7 +218,7 @@ def test_a_new_image_is_not_reported_as_trained_on(run: Run, bundle: Path, data:
     assert (found["selected_on"], found["trained_on"]) == (4, 10)
 
 
-def test_without_its_split_file_evaluation_fails(run: Run, bundle: Path, data: Path) -> None:
+def test_without_its_split_file_evaluation_fails(run: RunCommand, bundle: Path, data: Path) -> None:
     split = json.dumps(open_data(data, seed=3, val=0.2, test=0.3).record)
     (bundle.parent / "split.json").write_text(split[: len(split) // 2])
     done = run(bundle, data)
@@ -242,7 +228,7 @@ def test_without_its_split_file_evaluation_fails(run: Run, bundle: Path, data: P
     )
 
 
-def test_digits_and_many_classes(run: Run, tmp_path: Path) -> None:
+def test_digits_and_many_classes(run: RunCommand, tmp_path: Path) -> None:
     names = (*(str(digit) for digit in range(10)), *(f"other {number}" for number in range(15)))
     done = run(saved(tmp_path / "b", names), "digits", "--split", "test", "--precision", "bf16", "--device", "cpu")
     assert done.code == 0
@@ -251,7 +237,7 @@ def test_digits_and_many_classes(run: Run, tmp_path: Path) -> None:
     assert "The model has 15 more classes without images here." in done.out
 
 
-def test_the_weakest_twenty_classes_by_default(run: Run, tmp_path: Path) -> None:
+def test_the_weakest_twenty_classes_by_default(run: RunCommand, tmp_path: Path) -> None:
     names = tuple(f"class {number:02d}" for number in range(22))
     for name in names:
         (tmp_path / "many" / name).mkdir(parents=True)
@@ -262,7 +248,7 @@ def test_the_weakest_twenty_classes_by_default(run: Run, tmp_path: Path) -> None
     assert "more; --all" not in run(model, tmp_path / "many", "--all").out
 
 
-def test_unknown_classes(run: Run, tmp_path: Path, data: Path) -> None:
+def test_unknown_classes(run: RunCommand, tmp_path: Path, data: Path) -> None:
     done = run(saved(tmp_path / "named", ("cat", "cow")), data)
     assert (done.code, done.out) == (2, "")
     assert done.err == (
@@ -284,14 +270,14 @@ def test_unknown_classes(run: Run, tmp_path: Path, data: Path) -> None:
         (("--batch", "0"), "--batch"),
     ],
 )
-def test_wrong_options(run: Run, bundle: Path, data: Path, options: tuple[str, ...], message: str) -> None:
+def test_wrong_options(run: RunCommand, bundle: Path, data: Path, options: tuple[str, ...], message: str) -> None:
     done = run(bundle, data, *options)
     assert (done.code, done.out) == (2, "")
     assert message in done.err
     assert len(done.err.splitlines()) == 1
 
 
-def test_sources_that_cannot_be_opened(run: Run, bundle: Path, data: Path, tmp_path: Path) -> None:
+def test_sources_that_cannot_be_opened(run: RunCommand, bundle: Path, data: Path, tmp_path: Path) -> None:
     for words in ((tmp_path / "nowhere", data), (bundle, tmp_path / "nowhere")):
         done = run(*words)
         assert (done.code, done.out) == (2, "")
@@ -306,7 +292,7 @@ def test_compact_json_is_equivalent() -> None:
     assert "[1, -2.5e-07]" in text
 
 
-def test_python_and_command_agree(run: Run, bundle: Path, data: Path) -> None:
+def test_python_and_command_agree(run: RunCommand, bundle: Path, data: Path) -> None:
     for split in (None, "val", "all"):
         found = vitrail.evaluate(bundle, data, split=split, workers=0)
         done = run(bundle, data, "--json", *(() if split is None else ("--split", split)))

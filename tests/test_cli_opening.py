@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from tests.peers import scramble
+from tests.support.peers import scramble
 from typer.testing import CliRunner
 
 import vitrail

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tests.serving.server import save_tiny
+from tests.support.live_server import save_tiny
 
 import vitrail
 from vitrail.__main__ import main

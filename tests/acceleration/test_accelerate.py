@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.acceleration.tiny import CPU, KINDS, bundle, pixels
-from tests.peers import relative_error
+from tests.support.peers import relative_error
+from tests.support.tiny_models import CPU, KINDS, bundle, pixels
 from torch import Tensor
 
 import vitrail

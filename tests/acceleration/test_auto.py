@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.acceleration.tiny import CPU, bundle, pixels
+from tests.support.tiny_models import CPU, bundle, pixels
 from torch import Tensor
 
 from vitrail.acceleration import auto

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.acceleration.tiny import CPU, bundle, run
+from tests.support.commands import run_command
+from tests.support.tiny_models import CPU, bundle
 from torch import Tensor
 
 from vitrail.acceleration.bench import ROUNDS, run_benchmark
@@ -134,12 +135,12 @@ def test_invalid_options(batches: tuple[int, ...], seconds: float) -> None:
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     folder = bundle().save(tmp_path / "bundle")
     words = ("bench", folder, "--engine", "torch", "--batch", 1, "--batch", 2, "--seconds", 0.05, "--device", "cpu")
-    said = run(monkeypatch, capsys, *words)
+    said = run_command(monkeypatch, capsys, *words)
     assert (said.code, said.err) == (0, "")
     assert "batch  engine  precision  images/s  median, ms  p95, ms  speed" in said.out
     assert "1.00×" in said.out
     assert "Most images/s: torch in " in said.out
-    said = run(monkeypatch, capsys, *words, "--precision", "float32", "--json")
+    said = run_command(monkeypatch, capsys, *words, "--precision", "float32", "--json")
     found = json.loads(said.out)
     assert [(cell["engine"], cell["batch"]) for cell in found["cells"]] == [("torch", 1), ("torch", 2)]
     assert found["device"] == "cpu"
@@ -164,7 +165,7 @@ def test_mistakes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = bundle().save(tmp_path / "bundle")
-    said = run(monkeypatch, capsys, "bench", *(str(folder) if word == "BUNDLE" else word for word in words))
+    said = run_command(monkeypatch, capsys, "bench", *(str(folder) if word == "BUNDLE" else word for word in words))
     assert (said.code, said.out) == (2, "")
     assert message in said.err
     assert len(said.err.splitlines()) == 1
@@ -175,7 +176,7 @@ def test_nothing_to_benchmark(
 ) -> None:
     folder = bundle().save(tmp_path / "bundle")
     words = ("bench", str(folder), "--engine", "torch", "--device", "cpu", "--batch", "100000000", "--seconds", "0.01")
-    said = run(monkeypatch, capsys, *words)
+    said = run_command(monkeypatch, capsys, *words)
     assert said.code == 2
     assert "a batch of 100,000,000 would take about" in said.out
 

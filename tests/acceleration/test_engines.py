@@ -5,8 +5,8 @@ import sys
 import openvino
 import pytest
 import torch
-from tests.acceleration.tiny import CPU, KINDS, bundle, eager, pixels
-from tests.peers import relative_error
+from tests.support.peers import relative_error
+from tests.support.tiny_models import CPU, KINDS, bundle, eager, pixels
 
 from vitrail import Bundle
 from vitrail.acceleration.casting import cast_once

@@ -13,8 +13,9 @@ import openvino
 import pytest
 import torch
 from onnxruntime.quantization import quantize_dynamic
-from tests.acceleration.tiny import KINDS, bundle, eager, pixels, run
-from tests.peers import relative_error, scramble
+from tests.support.commands import run_command
+from tests.support.peers import relative_error, scramble
+from tests.support.tiny_models import KINDS, bundle, eager, pixels
 from torch import Tensor, nn
 
 import vitrail
@@ -256,19 +257,22 @@ def test_the_command(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("export", folder, tmp_path / "new" / "model.pt2", "--to", "torch", "--preprocess", "--channels-last")
-    said = run(monkeypatch, capsys, *words)
+    said = run_command(monkeypatch, capsys, *words)
     assert (said.code, said.err) == (0, "")
     assert "input pixels: batch × 16 × 32 × 3, uint8; output: logits" in said.out
     assert "checked on 32 random images: logits differ by at most " in said.out
     assert "the top-1 class is the same for 32 of 32" in said.out
     assert "note:" not in said.out
-    again = run(monkeypatch, capsys, *words)
+    again = run_command(monkeypatch, capsys, *words)
     assert (again.code, again.out) == (2, "")
     assert "exists already; choose another name, or replace it with --overwrite" in again.err
     (tmp_path / "new" / "model.pt2").unlink()
-    assert "model.pt2.json exists already" in run(monkeypatch, capsys, *words).err
+    assert "model.pt2.json exists already" in run_command(monkeypatch, capsys, *words).err
     (tmp_path / "model.onnx.data").write_text("somebody's")  # the path of a large model's weights
-    assert "model.onnx.data exists already" in run(monkeypatch, capsys, "export", folder, tmp_path / "model.onnx").err
+    assert (
+        "model.onnx.data exists already"
+        in run_command(monkeypatch, capsys, "export", folder, tmp_path / "model.onnx").err
+    )
 
 
 @pytest.mark.slow
@@ -278,7 +282,7 @@ def test_a_head_that_was_never_trained_is_mentioned(
     fresh = bundle()
     fresh.model.reset_head(5)
     folder = fresh.save(tmp_path / "bundle")
-    said = run(monkeypatch, capsys, "export", folder, tmp_path / "model.pt2", "--to", "torch")
+    said = run_command(monkeypatch, capsys, "export", folder, tmp_path / "model.pt2", "--to", "torch")
     assert "note: the model gives the same output for every image" in said.out
 
 
@@ -320,7 +324,7 @@ def test_mistakes(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     (tmp_path / "folder.pt2").mkdir()
-    said = run(monkeypatch, capsys, "export", *(str(folder) if word == "BUNDLE" else word for word in words))
+    said = run_command(monkeypatch, capsys, "export", *(str(folder) if word == "BUNDLE" else word for word in words))
     assert (said.code, said.out) == (2, "")
     assert message in said.err
     assert len(said.err.splitlines()) == 1
@@ -395,7 +399,7 @@ def test_the_help_of_export_lists_the_formats(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    help = run(monkeypatch, capsys, "export", "--help").out
+    help = run_command(monkeypatch, capsys, "export", "--help").out
     for form, suffix in SUFFIXES.items():
         assert f"{form} ({suffix}" in help
         assert f"{form} ({suffix}" in FORMATS

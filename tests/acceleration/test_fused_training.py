@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.acceleration.tiny import KINDS, bundle, pixels
-from tests.peers import relative_error
+from tests.support.peers import relative_error
+from tests.support.tiny_models import KINDS, bundle, pixels
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 import torch
-from tests.acceleration.tiny import CPU, KINDS, bundle, eager, pixels
-from tests.peers import relative_error
+from tests.support.peers import relative_error
+from tests.support.tiny_models import CPU, KINDS, bundle, eager, pixels
 from torch import Tensor
 
 from vitrail import Bundle

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.peers import import_peer, scramble
+from tests.support.peers import import_peer, scramble
 
 from vitrail.checkpoints.adapt import adapt, changed_channels
 from vitrail.checkpoints.bundle import Bundle

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.checkpoints.test_convert import tiny
-from tests.checkpoints.test_formats import SMALL, assert_same_logits
-from tests.peers import import_peer, scramble
+from tests.support.checkpoints import TIMM_SMALL, assert_same_logits, tiny_bundle
+from tests.support.peers import import_peer, scramble
 from torch import nn
 
 import vitrail
@@ -72,7 +71,7 @@ def test_mean_pooling_of_vit_pytorch_takes_all_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["timm", "torchvision", "transformers", "lucidrains"])
 def test_heads_of_an_unpublished_size_must_be_set(family: str, tmp_path: Path) -> None:
     fields = {"stem": "linear_norm", "qkv_bias": False} if family == "lucidrains" else {}
-    bundle = tiny(width=96, heads=3, norm_eps=1e-5 if family == "lucidrains" else 1e-6, **fields)
+    bundle = tiny_bundle(width=96, heads=3, norm_eps=1e-5 if family == "lucidrains" else 1e-6, **fields)
     if family == "transformers":
         convert(bundle, tmp_path / "hf", to="transformers")
         file = (tmp_path / "hf" / "model.safetensors").rename(tmp_path / "vit.safetensors")
@@ -97,7 +96,7 @@ def test_heads_of_a_published_size_are_assumed_and_logged(tmp_path: Path, caplog
 
 
 def test_a_bundle_assumes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tiny().save(tmp_path / "b")
+    tiny_bundle().save(tmp_path / "b")
     assert load(tmp_path / "b").assumptions == ()
     assert not caplog.records
 
@@ -107,7 +106,7 @@ def test_a_bundle_assumes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.parametrize("position", ["none", "sincos_2d", "rope_2d"])
 def test_positions_without_a_table_must_be_set(position: str, tmp_path: Path) -> None:
-    model = scramble(tiny(position=position).model)
+    model = scramble(tiny_bundle(position=position).model)
     file = saved(model, tmp_path)
     with pytest.raises(CheckpointError, match=r"no position table.*set it with --override position=sincos_2d"):
         load(file, heads=2)
@@ -117,10 +116,10 @@ def test_positions_without_a_table_must_be_set(position: str, tmp_path: Path) ->
 
 def test_a_file_without_a_table_of_positions_is_noted_by_convert(tmp_path: Path) -> None:
     table = "".join(
-        f'[[keys]]\ntheirs = "{name}"\nours = "{name}"\n' for name in tiny(position="none").model.state_dict()
+        f'[[keys]]\ntheirs = "{name}"\nours = "{name}"\n' for name in tiny_bundle(position="none").model.state_dict()
     )
     (tmp_path / "mine.toml").write_text(f"[config]\nheads = 2\n{table}")
-    convert(tiny(position="none"), tmp_path / "vit.pth", to="own", keys=tmp_path / "mine.toml")
+    convert(tiny_bundle(position="none"), tmp_path / "vit.pth", to="own", keys=tmp_path / "mine.toml")
     with pytest.raises(CheckpointError, match="--override position="):
         load(tmp_path / "vit.pth", keys=tmp_path / "mine.toml")
 
@@ -143,7 +142,7 @@ def test_assumptions_about_bare_timm_files(
     options: dict[str, Any], field: str, right: str | None, tmp_path: Path
 ) -> None:
     """Each assumption is logged; overriding it, where supported, gives timm's outputs."""
-    peer = scramble(import_peer("timm").create_model("vit_base_patch16_224", **SMALL, **options)).eval()
+    peer = scramble(import_peer("timm").create_model("vit_base_patch16_224", **TIMM_SMALL, **options)).eval()
     file = saved(peer, tmp_path)
     bundle = load(file, heads=2)
     assert {field, "norm_eps", "preprocess.mean"} <= set(assumed(bundle))
@@ -173,7 +172,7 @@ def test_ambiguous_bare_files(name: str, words: str, tmp_path: Path) -> None:
 
 
 def test_preprocessing_assumptions_are_logged_and_can_be_overridden(tmp_path: Path) -> None:
-    file = saved(tiny().model, tmp_path)
+    file = saved(tiny_bundle().model, tmp_path)
     bundle = load(file, heads=2)
     assert assumed(bundle)["preprocess.mean"] == (0.5, 0.5, 0.5)
     assert any("DeiT's have mean 0.485" in line for line in bundle.provenance["assumed"])
@@ -204,8 +203,8 @@ def test_preprocessing_assumptions_are_logged_and_can_be_overridden(tmp_path: Pa
 )
 def test_every_argument_of_a_timm_config_is_used_or_an_error(arguments: dict[str, Any], tmp_path: Path) -> None:
     timm = import_peer("timm")
-    peer = timm.create_model("vit_base_patch16_224", **SMALL)
-    timm.models.save_for_hf(peer, tmp_path, model_args={**SMALL, **arguments})
+    peer = timm.create_model("vit_base_patch16_224", **TIMM_SMALL)
+    timm.models.save_for_hf(peer, tmp_path, model_args={**TIMM_SMALL, **arguments})
     (name, _) = arguments.popitem()
     with pytest.raises(CheckpointError, match=f"its config has {name}"):
         load(tmp_path)
@@ -297,7 +296,7 @@ def test_a_transformers_folder_assumes_only_what_it_leaves_out(tmp_path: Path) -
 
 def test_a_timm_folder_assumes_nothing(tmp_path: Path) -> None:
     timm = import_peer("timm")
-    options = {**SMALL, "global_pool": "avg", "reg_tokens": 2}
+    options = {**TIMM_SMALL, "global_pool": "avg", "reg_tokens": 2}
     timm.models.save_for_hf(timm.create_model("vit_base_patch16_224", **options), tmp_path, model_args=options)
     assert assumed(load(tmp_path)) == {}
 
@@ -318,13 +317,13 @@ def test_a_timm_folder_assumes_nothing(tmp_path: Path) -> None:
     ids=str,
 )
 def test_invalid_overrides(overrides: dict[str, Any], words: str, tmp_path: Path) -> None:
-    file = saved(tiny().model, tmp_path)
+    file = saved(tiny_bundle().model, tmp_path)
     with pytest.raises(ConfigError, match=re.escape(words)):
         load(file, overrides={"heads": 2, **overrides})
 
 
 def test_overrides_of_a_bundle(tmp_path: Path) -> None:
-    grey = tiny(channels=1)
+    grey = tiny_bundle(channels=1)
     with pytest.raises(CheckpointError, match=r"prepares images of 32×32 pixels in 3 channels .* before you save it"):
         grey.save(tmp_path / "b")  # it could not be loaded again
     grey.preprocess = grey.preprocess.with_channels(1)
@@ -346,7 +345,7 @@ def test_one_integer_is_a_square_patch(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="set them with --override patch_size=8 --override channels=1"):
         load(file, heads=3)
     assert_same_logits(load(file, heads=3, overrides={"patch_size": 8, "channels": 1}), peer)
-    timm = saved(tiny().model, tmp_path)
+    timm = saved(tiny_bundle().model, tmp_path)
     assert load(timm, heads=2, overrides={"patch_size": 8}).model.config.patch_size == (8, 8)
 
 
@@ -356,7 +355,7 @@ def test_one_integer_is_a_square_patch(tmp_path: Path) -> None:
 def test_a_float8_bundle_is_an_error(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    tiny().save(tmp_path / "b")
+    tiny_bundle().save(tmp_path / "b")
     state = load_file(tmp_path / "b" / "model.safetensors")
     state["norm.weight"] = state["norm.weight"].to(torch.float8_e4m3fn)
     save_file(state, tmp_path / "b" / "model.safetensors")
@@ -369,7 +368,7 @@ def test_a_float8_bundle_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "float64"])
 def test_convert_writes_the_requested_dtype(dtype: Any, tmp_path: Path) -> None:
-    bundle = tiny()
+    bundle = tiny_bundle()
     convert(bundle, tmp_path / "other", dtype=dtype)
     assert bundle.model.head.weight.dtype == torch.float32
     kept = load(tmp_path / "other", dtype="keep").model.head.weight.dtype
@@ -383,7 +382,7 @@ def test_convert_writes_the_requested_dtype(dtype: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "float64"])
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_bundles_of_any_dtype_compute(dtype: Any, precision: Any, tmp_path: Path) -> None:
-    tiny().save(tmp_path / "b")
+    tiny_bundle().save(tmp_path / "b")
     bundle = load(tmp_path / "b", dtype=dtype)
     image = np.zeros((32, 32, 3), np.uint8)
     found = vitrail.Classifier(bundle, device="cpu", precision=precision)(image)
@@ -397,12 +396,14 @@ def test_bundles_of_any_dtype_compute(dtype: Any, precision: Any, tmp_path: Path
 
 def test_a_norm_after_class_token_pooling_moves_before_it(tmp_path: Path) -> None:
     fields = {"stem": "linear_norm", "qkv_bias": False, "norm_eps": 1e-5}
-    bundle = tiny(final_norm="after_pool", **fields)
+    bundle = tiny_bundle(final_norm="after_pool", **fields)
     done = convert(bundle, tmp_path / "vit.pt", to="lucidrains")
     assert done.change <= 1e-6
     again = load(tmp_path / "vit.pt", heads=2)
     assert_same_logits(again, bundle.model)
     with pytest.raises(CheckpointError, match="cannot express final_norm='after_pool'"):
         convert(
-            tiny(final_norm="after_pool", pool="mean", class_token="none", **fields), tmp_path / "x.pt", to="lucidrains"
+            tiny_bundle(final_norm="after_pool", pool="mean", class_token="none", **fields),
+            tmp_path / "x.pt",
+            to="lucidrains",
         )

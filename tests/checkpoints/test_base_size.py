@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.checkpoints.test_formats import assert_same_logits, assert_writes_back
-from tests.peers import import_peer, scramble
+from tests.support.checkpoints import assert_same_logits, assert_writes_back
+from tests.support.peers import import_peer, scramble
 from torch import nn
 
 from vitrail.checkpoints.formats import lucidrains, timm, torchvision, transformers

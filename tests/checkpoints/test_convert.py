@@ -7,59 +7,44 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.peers import import_peer, relative_error, scramble
+from tests.support.checkpoints import TINY, assert_same_logits, tiny_bundle
+from tests.support.peers import import_peer, relative_error, scramble
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.convert import convert
 from vitrail.checkpoints.load import load
-from vitrail.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
+from vitrail.data.preprocess import IMAGENET_STD, Preprocess
 from vitrail.errors import CheckpointError
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 
-TINY: dict[str, Any] = {"image_size": 32, "patch_size": 8, "width": 128, "depth": 2, "heads": 2, "classes": 3}
-
-
-def tiny(**fields: Any) -> Bundle:
-    model = ViT(ViTConfig(**{**TINY, **fields}))
-    scramble(model)
-    preprocess = Preprocess(size=(32, 32), mean=IMAGENET_MEAN, std=IMAGENET_STD)
-    return Bundle(model.eval(), preprocess, ("cat", "dog", "newt") if model.config.classes else None)
-
-
-def same(bundle: Bundle, peer: Any) -> None:
-    x = torch.randn(2, 3, 32, 32)
-    with torch.no_grad():
-        expected = peer.eval()(x)
-        assert relative_error(bundle.model(x), getattr(expected, "logits", expected)) <= 1e-5
-
 
 def test_to_timm(tmp_path: Path) -> None:
-    bundle = tiny()
+    bundle = tiny_bundle()
     done = convert(bundle, tmp_path / "timm", to="timm")
     assert done.change <= 1e-5
-    same(bundle, import_peer("timm").create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True))
+    assert_same_logits(bundle, import_peer("timm").create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True))
 
 
 def test_to_torchvision(tmp_path: Path) -> None:
-    bundle = tiny()
+    bundle = tiny_bundle()
     convert(bundle, tmp_path / "vit.pth", to="torchvision")
     module = import_peer("torchvision.models.vision_transformer")
     peer = module.VisionTransformer(32, 8, 2, 2, 128, 512, num_classes=3)
     peer.load_state_dict(torch.load(tmp_path / "vit.pth", weights_only=True))
-    same(bundle, peer)
+    assert_same_logits(bundle, peer)
 
 
 @pytest.mark.parametrize("fields", [{"norm_eps": 1e-12}, {"activation": "gelu_tanh"}, {"qkv_bias": False}], ids=str)
 @pytest.mark.parametrize("crop", [False, True])
 def test_to_transformers(fields: dict[str, Any], crop: bool, tmp_path: Path) -> None:
-    bundle = tiny(**fields)
+    bundle = tiny_bundle(**fields)
     if crop:
         bundle.preprocess = bundle.preprocess.replace(resize="cover", resize_to=36, interpolation="bicubic")
     convert(bundle, tmp_path / "hf", to="transformers")
     module = import_peer("transformers")
     peer = module.AutoModelForImageClassification.from_pretrained(tmp_path / "hf")
-    same(bundle, peer)
+    assert_same_logits(bundle, peer)
     assert peer.config.id2label == {0: "cat", 1: "dog", 2: "newt"}
     again = load(tmp_path / "hf")
     assert again.classes == bundle.classes
@@ -71,14 +56,14 @@ def test_to_transformers(fields: dict[str, Any], crop: bool, tmp_path: Path) -> 
 
 
 def test_to_transformers_distilled(tmp_path: Path) -> None:
-    bundle = tiny(distillation_token=True)
+    bundle = tiny_bundle(distillation_token=True)
     convert(bundle, tmp_path / "hf", to="transformers")
     module = import_peer("transformers")
-    same(bundle, module.DeiTForImageClassificationWithTeacher.from_pretrained(tmp_path / "hf"))
+    assert_same_logits(bundle, module.DeiTForImageClassificationWithTeacher.from_pretrained(tmp_path / "hf"))
 
 
 def test_oblong_images_that_transformers_cannot_cover(tmp_path: Path) -> None:
-    bundle = tiny(image_size=(32, 48))
+    bundle = tiny_bundle(image_size=(32, 48))
     bundle.preprocess = bundle.preprocess.replace(size=(32, 48), resize="cover", resize_to=(36, 54))
     words = r"preprocess\.resize='cover' to 36×54, crop to 32×48 \(no image processor of transformers supports it"
     with pytest.raises(CheckpointError, match=words):
@@ -110,29 +95,29 @@ def test_to_dinov2_in_transformers(activation: Any, registers: int, hidden: int,
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_mlp_widths_that_dinov2_cannot_express(activation: Any, tmp_path: Path) -> None:
-    bundle = tiny(classes=0, layer_scale=1e-5, activation=activation, mlp_width=100)
+    bundle = tiny_bundle(classes=0, layer_scale=1e-5, activation=activation, mlp_width=100)
     with pytest.raises(CheckpointError, match="cannot express mlp_width=100 with width=128"):
         convert(bundle, tmp_path / "dino", to="dinov2-transformers")
 
 
 def test_to_lucidrains(tmp_path: Path) -> None:
-    bundle = tiny(stem="linear_norm", qkv_bias=False, norm_eps=1e-5)
+    bundle = tiny_bundle(stem="linear_norm", qkv_bias=False, norm_eps=1e-5)
     convert(bundle, tmp_path / "vit.pt", to="lucidrains")
     peer = import_peer("vit_pytorch").ViT(
         image_size=32, patch_size=8, num_classes=3, dim=128, depth=2, heads=2, dim_head=64, mlp_dim=512
     )
     peer.load_state_dict(torch.load(tmp_path / "vit.pt", weights_only=True))
-    same(bundle, peer)
+    assert_same_logits(bundle, peer)
 
 
 def test_to_google_needs_its_gelu_or_approximate(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"activation='gelu' \(the target has 'gelu_tanh'\); allow it with"):
-        convert(tiny(), tmp_path / "vit.npz", to="google")
+        convert(tiny_bundle(), tmp_path / "vit.npz", to="google")
     assert not (tmp_path / "vit.npz").exists()
-    done = convert(tiny(), tmp_path / "vit.npz", to="google", approximate=True)
+    done = convert(tiny_bundle(), tmp_path / "vit.npz", to="google", approximate=True)
     assert 1e-6 < done.change < 1e-2
     assert done.differences == ["activation='gelu' (the target has 'gelu_tanh')"]
-    exact = convert(tiny(activation="gelu_tanh"), tmp_path / "exact.npz", to="google")
+    exact = convert(tiny_bundle(activation="gelu_tanh"), tmp_path / "exact.npz", to="google")
     assert exact.change <= 1e-6
 
 
@@ -159,7 +144,7 @@ def test_dinov2_backbones(activation: Any, registers: int, tmp_path: Path) -> No
 
 def test_round_trip_through_all_formats(tmp_path: Path) -> None:
     """bundle -> timm -> transformers -> torchvision -> bundle: the weights are bit-identical."""
-    bundle = tiny()
+    bundle = tiny_bundle()
     first = {name: tensor.clone() for name, tensor in bundle.model.state_dict().items()}
     convert(bundle, tmp_path / "a", to="bundle")
     convert(load(tmp_path / "a"), tmp_path / "b.safetensors", to="timm")
@@ -183,12 +168,12 @@ def test_round_trip_through_all_formats(tmp_path: Path) -> None:
 )
 def test_what_a_target_cannot_express(fields: dict[str, Any], to: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=words):
-        convert(tiny(**fields), tmp_path / "out", to=to)
+        convert(tiny_bundle(**fields), tmp_path / "out", to=to)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
-    bundle = tiny()
+    bundle = tiny_bundle()
     with torch.no_grad():
         bundle.model.head.weight[0, 0] = float("nan")
     with pytest.raises(CheckpointError, match="not finite, so nothing was written"):

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.test_references import CLASSES, PostNormTransformer
-from tests.peers import relative_error, scramble
+from tests.support.peers import relative_error, scramble
+from tests.support.reference_models import CLASSES, PostNormTransformer
 
 from vitrail.checkpoints.convert import convert
 from vitrail.checkpoints.load import load

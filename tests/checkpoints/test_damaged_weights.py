@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.damaging import TINY, drop_digest, tiny_bundle
+from tests.support.corrupt_files import TINY, drop_digest, tiny_bundle
 
 import vitrail
 from vitrail.checkpoints.custom import read_key_table

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.checkpoints.test_convert import same, tiny
-from tests.checkpoints.test_formats import SMALL, assert_same_logits
-from tests.peers import import_peer, relative_error, scramble
+from tests.support.checkpoints import TIMM_SMALL, assert_same_logits, tiny_bundle
+from tests.support.peers import import_peer, relative_error, scramble
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.convert import convert
@@ -32,7 +31,7 @@ HF: dict[str, Any] = {
 def timm_folder(folder: Path, name: str = "vit_base_patch16_224", **options: Any) -> Any:
     """Save a model as timm prepares it for the hub, with its arguments."""
     timm = import_peer("timm")
-    arguments = {**SMALL, **options} if name == "vit_base_patch16_224" else options
+    arguments = {**TIMM_SMALL, **options} if name == "vit_base_patch16_224" else options
     peer = scramble(timm.create_model(name, **arguments)).eval()
     timm.models.save_for_hf(peer, folder, model_args=arguments)
     return peer
@@ -97,9 +96,11 @@ def transformers_folder(folder: Path, kind: str = "ViTForImageClassification", *
 def test_relu_both_ways(tmp_path: Path) -> None:
     peer = transformers_folder(tmp_path, hidden_act="relu")
     assert_same_logits(load(tmp_path), peer)
-    bundle = tiny(activation="relu", norm_eps=1e-12)
+    bundle = tiny_bundle(activation="relu", norm_eps=1e-12)
     convert(bundle, tmp_path / "again", to="transformers")
-    same(bundle, import_peer("transformers").ViTForImageClassification.from_pretrained(tmp_path / "again"))
+    assert_same_logits(
+        bundle, import_peer("transformers").ViTForImageClassification.from_pretrained(tmp_path / "again")
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def test_headless_models_with_a_pooler(kind: str, tmp_path: Path) -> None:
 
 def test_a_pooler_before_a_head_is_not_transformers(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"representation=40 \(supported: in a model without a head"):
-        convert(tiny(representation=40), tmp_path / "x", to="transformers")
+        convert(tiny_bundle(representation=40), tmp_path / "x", to="transformers")
 
 
 def test_a_mask_token_alone_is_not_dinov2(tmp_path: Path) -> None:
@@ -174,7 +175,7 @@ def test_naming_the_file_in_a_folder_is_naming_the_folder(tmp_path: Path) -> Non
     bundle = load(tmp_path / "hf" / "model.safetensors")
     assert_same_logits(bundle, peer)
     assert bundle.classes == ("cat", "dog")
-    tiny(heads=4, norm_eps=1e-3).save(tmp_path / "bundle")
+    tiny_bundle(heads=4, norm_eps=1e-3).save(tmp_path / "bundle")
     assert load(tmp_path / "bundle" / "model.safetensors").model.config.norm_eps == 1e-3
 
 
@@ -263,7 +264,7 @@ def test_class_names_that_are_not_strings(tmp_path: Path) -> None:
 
 
 def test_fields_missing_in_a_file_can_be_overridden(tmp_path: Path) -> None:
-    bundle = tiny(image_size=(16, 64), pool="mean", activation="gelu_tanh")
+    bundle = tiny_bundle(image_size=(16, 64), pool="mean", activation="gelu_tanh")
     bundle.preprocess = Preprocess(size=(16, 64))
     done = convert(bundle, tmp_path / "vit.pth", to="timm")
     assert done.change == 0
@@ -283,7 +284,7 @@ def test_fields_missing_in_a_file_can_be_overridden(tmp_path: Path) -> None:
 
 
 def test_a_bundle_records_everything(tmp_path: Path) -> None:
-    tiny().save(tmp_path / "b")
+    tiny_bundle().save(tmp_path / "b")
     assert load(tmp_path / "b", heads=2).model.config.heads == 2
     with pytest.raises(CheckpointError, match="is a bundle, which records heads=2; open it without heads="):
         load(tmp_path / "b", heads=4)
@@ -292,7 +293,7 @@ def test_a_bundle_records_everything(tmp_path: Path) -> None:
 
 
 def test_heads_inferred_from_shapes_win(tmp_path: Path) -> None:
-    convert(tiny(activation="gelu_tanh"), tmp_path / "vit.npz", to="google")
+    convert(tiny_bundle(activation="gelu_tanh"), tmp_path / "vit.npz", to="google")
     with pytest.raises(CheckpointError, match="has 2 heads, by its shapes; open it without heads=4"):
         load(tmp_path / "vit.npz", heads=4)
 
@@ -301,7 +302,7 @@ def test_heads_inferred_from_shapes_win(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["timm", "torchvision", "lucidrains"])
 def test_wrapper_prefixes_are_stripped(family: Any, prefix: str, tmp_path: Path) -> None:
     fields = {"stem": "linear_norm", "qkv_bias": False, "norm_eps": 1e-5} if family == "lucidrains" else {}
-    bundle = tiny(**fields)
+    bundle = tiny_bundle(**fields)
     convert(bundle, tmp_path / "plain.pth", to=family)
     state = torch.load(tmp_path / "plain.pth", weights_only=True)
     wrapped = {f"{prefix}{name}": tensor for name, tensor in state.items()}
@@ -313,7 +314,7 @@ def test_wrapper_prefixes_are_stripped(family: Any, prefix: str, tmp_path: Path)
 
 
 def test_averaged_weights_come_first_and_are_noted(tmp_path: Path) -> None:
-    one, other = tiny().model, tiny().model
+    one, other = tiny_bundle().model, tiny_bundle().model
     with torch.no_grad():
         other.get_parameter("head.bias").add_(1)
     torch.save({"state_dict": one.state_dict(), "state_dict_ema": other.state_dict()}, tmp_path / "run.pth")
@@ -325,7 +326,7 @@ def test_averaged_weights_come_first_and_are_noted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_and_mixed_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
     """A model is opened in float32 by default, and in the requested dtype."""
-    state = {name: tensor.to(dtype) for name, tensor in tiny().model.state_dict().items()}
+    state = {name: tensor.to(dtype) for name, tensor in tiny_bundle().model.state_dict().items()}
     torch.save(state, tmp_path / "other.pth")
     assert load(tmp_path / "other.pth", heads=2).model(torch.randn(1, 3, 32, 32)).dtype == torch.float32
     kept = load(tmp_path / "other.pth", heads=2, overrides={"position": "learned_1d"}, dtype="keep")
@@ -341,7 +342,7 @@ def test_other_and_mixed_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 def test_a_bundle_keeps_the_requested_dtype(tmp_path: Path) -> None:
-    model = ViT(tiny().model.config.replace(position="sincos_2d")).to(torch.bfloat16)
+    model = ViT(tiny_bundle().model.config.replace(position="sincos_2d")).to(torch.bfloat16)
     Bundle(model.eval(), Preprocess(size=(32, 32))).save(tmp_path / "b")
     assert load(tmp_path / "b").model(torch.randn(1, 3, 32, 32)).dtype == torch.float32
     half = load(tmp_path / "b", dtype="keep").model
@@ -352,7 +353,7 @@ def test_a_bundle_keeps_the_requested_dtype(tmp_path: Path) -> None:
 
 
 def test_tied_tensors_are_written_separately(tmp_path: Path) -> None:
-    bundle = tiny()
+    bundle = tiny_bundle()
     blocks: Any = bundle.model.blocks
     blocks[1].norm1.weight = blocks[0].norm1.weight
     bundle.save(tmp_path / "b")
@@ -361,7 +362,7 @@ def test_tied_tensors_are_written_separately(tmp_path: Path) -> None:
 
 
 def test_naming_the_classes_of_a_head(tmp_path: Path) -> None:
-    torch.save(tiny().model.state_dict(), tmp_path / "a.pth")
+    torch.save(tiny_bundle().model.state_dict(), tmp_path / "a.pth")
     before = load(tmp_path / "a.pth", heads=2)
     named = load(tmp_path / "a.pth", heads=2, classes=("a", "b", "c"))
     assert torch.equal(named.model.head.weight, before.model.head.weight)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from tests.peers import relative_error
+from tests.support.peers import relative_error
 
 import vitrail
 

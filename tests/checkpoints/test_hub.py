@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.peers import import_peer, scramble
+from tests.support.peers import import_peer, scramble
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.hub import HubName, parse

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.checkpoints.test_formats import google_arrays
-from tests.damaging import drop_digest
-from tests.peers import import_peer, scramble
+from tests.support.checkpoints import google_arrays
+from tests.support.corrupt_files import drop_digest
+from tests.support.peers import import_peer, scramble
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.imagenet import imagenet_names

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.checkpoints.test_convert import tiny
+from tests.support.checkpoints import tiny_bundle
 
 from vitrail.checkpoints import convert as module
 from vitrail.checkpoints.convert import convert
@@ -34,7 +34,7 @@ def test_a_wrong_writer_is_caught(
         return {**written, key: written[key] * (damage if damage != 1.001 or not approximate else 50)}
 
     monkeypatch.setattr(Family, "write", wrong)
-    bundle = tiny()
+    bundle = tiny_bundle()
     with torch.no_grad():
         bundle.model.get_parameter("head.weight").zero_()  # the logits alone prove nothing
     to, name = ("google", "x.npz") if approximate else ("torchvision", "x.pth")
@@ -44,7 +44,7 @@ def test_a_wrong_writer_is_caught(
 
 
 def test_the_callers_model_keeps_its_mode(tmp_path: Path) -> None:
-    bundle = tiny(mlp_dropout=0.5)
+    bundle = tiny_bundle(mlp_dropout=0.5)
     bundle.model.train()
     assert convert(bundle, tmp_path / "x").change == 0
     assert bundle.model.training
@@ -53,18 +53,18 @@ def test_the_callers_model_keeps_its_mode(tmp_path: Path) -> None:
 def test_only_checkpoints_are_overwritten(tmp_path: Path) -> None:
     full = tmp_path / "full"
     full.mkdir()
-    convert(tiny(), full)  # an empty folder may be used
-    convert(tiny(), full, overwrite=True)
+    convert(tiny_bundle(), full)  # an empty folder may be used
+    convert(tiny_bundle(), full, overwrite=True)
     (full / "precious.txt").write_text("mine")
     with pytest.raises(
         CheckpointError, match=r"contains more than a checkpoint \(precious\.txt\), and replacing it would"
     ):
-        convert(tiny(), full, overwrite=True)
+        convert(tiny_bundle(), full, overwrite=True)
     with pytest.raises(CheckpointError, match="is a folder, and what would be written is a file"):
-        convert(tiny(), _renamed(full, tmp_path / "full.pth"), to="torchvision", overwrite=True)
+        convert(tiny_bundle(), _renamed(full, tmp_path / "full.pth"), to="torchvision", overwrite=True)
     (tmp_path / "file").write_text("mine")
     with pytest.raises(CheckpointError, match="is a file, and what would be written is a folder"):
-        convert(tiny(), tmp_path / "file", overwrite=True)
+        convert(tiny_bundle(), tmp_path / "file", overwrite=True)
     assert (tmp_path / "full.pth" / "precious.txt").read_text() == "mine"
     words = "exists already; choose another name, or replace it with --overwrite"
     with pytest.raises(CheckpointError, match=words), atomic_file(tmp_path / "file"):
@@ -76,7 +76,7 @@ def _renamed(old: Path, new: Path) -> Path:
 
 
 def test_the_source_is_not_its_own_target(tmp_path: Path) -> None:
-    tiny().save(tmp_path / "models" / "vit")
+    tiny_bundle().save(tmp_path / "models" / "vit")
     for target in (tmp_path / "models" / "vit", tmp_path / "models"):
         with pytest.raises(CheckpointError, match="is or contains the source"):
             convert(tmp_path / "models" / "vit", target, overwrite=True)
@@ -85,7 +85,7 @@ def test_the_source_is_not_its_own_target(tmp_path: Path) -> None:
 
 
 def test_unused_parent_folders_are_removed(tmp_path: Path) -> None:
-    bundle = tiny()
+    bundle = tiny_bundle()
     with torch.no_grad():
         bundle.model.get_parameter("norm.bias").fill_(float("nan"))
     with pytest.raises(CheckpointError, match="not finite"):
@@ -104,11 +104,11 @@ def test_unused_parent_folders_are_removed(tmp_path: Path) -> None:
 )
 def test_unsuitable_target_names(to: Any, name: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=words):
-        convert(tiny(activation="gelu_tanh", norm_eps=1e-6), tmp_path / name, to=to)
+        convert(tiny_bundle(activation="gelu_tanh", norm_eps=1e-6), tmp_path / name, to=to)
 
 
 def test_permissions_are_those_of_other_files(tmp_path: Path) -> None:
-    tiny().save(tmp_path / "b")
+    tiny_bundle().save(tmp_path / "b")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").write_text("")
     assert (tmp_path / "b").stat().st_mode == (tmp_path / "other").stat().st_mode
@@ -117,7 +117,7 @@ def test_permissions_are_those_of_other_files(tmp_path: Path) -> None:
 
 
 def test_the_eps_of_transformers_is_close_enough_for_timm(tmp_path: Path) -> None:
-    bundle = tiny(norm_eps=1e-12)
+    bundle = tiny_bundle(norm_eps=1e-12)
     with pytest.raises(CheckpointError, match=r"norm_eps=1e-12 \(the target has 1e-06\); allow it"):
         convert(bundle, tmp_path / "timm", to="timm")
     done = convert(bundle, tmp_path / "timm", to="timm", approximate=True)
@@ -148,7 +148,7 @@ def test_the_eps_of_transformers_is_close_enough_for_timm(tmp_path: Path) -> Non
     ],
 )
 def test_nonsense_shapes_and_values(change: dict[str, Any], words: str, tmp_path: Path) -> None:
-    torch.save({**tiny().model.state_dict(), **change}, tmp_path / "odd.pth")
+    torch.save({**tiny_bundle().model.state_dict(), **change}, tmp_path / "odd.pth")
     with pytest.raises(CheckpointError, match=words):
         load(tmp_path / "odd.pth", heads=2)
 
@@ -157,7 +157,7 @@ def test_nonsense_archives(tmp_path: Path) -> None:
     np.savez(tmp_path / "words.npz", a=np.array(["x"]))
     with pytest.raises(CheckpointError, match="is a NumPy archive that is corrupt or contains something other"):
         load(tmp_path / "words.npz")
-    convert(tiny(activation="gelu_tanh"), tmp_path / "whole.npz", to="google")
+    convert(tiny_bundle(activation="gelu_tanh"), tmp_path / "whole.npz", to="google")
     arrays = dict(np.load(tmp_path / "whole.npz"))
     swapped = {name: array.astype(array.dtype.newbyteorder(">")) for name, array in arrays.items()}
     np.savez(tmp_path / "big-endian.npz", **swapped)
@@ -173,13 +173,13 @@ def test_nonsense_archives(tmp_path: Path) -> None:
 
 
 def test_a_gap_among_layers() -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in tiny(depth=3).model.state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tiny_bundle(depth=3).model.state_dict().items()}
     with pytest.raises(CheckpointError, match="layer 1 of 3 is missing from the weights"):
         infer_config({name: shape for name, shape in shapes.items() if "blocks.1." not in name}, {"heads": 2})
 
 
 def test_unexpected_weights_and_long_lists() -> None:
-    model = tiny().model
+    model = tiny_bundle().model
     state = {**model.state_dict(), "extra": torch.zeros(1)}
     with pytest.raises(CheckpointError, match=r"1 unexpected \(extra\)"):
         load_weights(model, state)
@@ -188,7 +188,7 @@ def test_unexpected_weights_and_long_lists() -> None:
 
 
 def test_reading_empties_the_weights() -> None:
-    model = tiny().model
+    model = tiny_bundle().model
     weights = dict(model.state_dict())
     timm.FAMILY.read(weights, {})
     assert weights == {}
@@ -196,7 +196,7 @@ def test_reading_empties_the_weights() -> None:
 
 def test_a_key_map_rejects_unknown_names() -> None:
     with pytest.raises(CheckpointError, match=r"cannot store norm\.bias"):
-        KeyMap([rule("a", "norm.weight")]).write({"norm.bias": torch.zeros(2)}, tiny().model.config)
+        KeyMap([rule("a", "norm.weight")]).write({"norm.bias": torch.zeros(2)}, tiny_bundle().model.config)
     with pytest.raises(CheckpointError, match=r"a has 1 axes, .*, expected 2"):
         KeyMap([rule("a", "norm.weight", permute=(1, 0))]).read({"a": torch.zeros(3)})
 
@@ -224,7 +224,7 @@ def test_nonsense_key_tables(theirs: str, ours: str, extra: str, words: str, tmp
 def test_a_bundle_that_was_edited(tmp_path: Path) -> None:
     import json
 
-    tiny().save(tmp_path / "b")
+    tiny_bundle().save(tmp_path / "b")
     path = tmp_path / "b" / "config.json"
     whole = json.loads(path.read_text())
     for change, words in (

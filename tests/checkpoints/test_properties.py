@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from tests.peers import scramble
+from tests.support.peers import scramble
 
 from vitrail.checkpoints.family import ANY, Family
 from vitrail.checkpoints.infer import infer_config

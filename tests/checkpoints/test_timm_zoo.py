@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.peers import import_peer, relative_error, scramble
+from tests.support.peers import import_peer, relative_error, scramble
 
 from vitrail.checkpoints.load import load
 from vitrail.checkpoints.timm_names import _NAMES, fields_from_name

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from tests.support.jpeg_source import JpegSource
 from torch.utils.data import Dataset
 
 from vitrail.data.augmentation.augment import Augmentation, preset
@@ -39,35 +40,7 @@ SIZE = (16, 24)
 PRE = Preprocess(size=SIZE)
 
 
-class Files:
-    """A source of JPEGs in memory, some of them corrupt."""
-
-    classes = ("a", "b", "c")
-
-    def __init__(self, count: int, corrupt: tuple[int, ...] = ()) -> None:
-        self.labels = np.arange(count, dtype=np.int64) % 3
-        self.contents = []
-        for number in range(count):
-            rng = np.random.default_rng(number)
-            smooth = rng.integers(0, 255, (4, 5, 3), np.uint8)
-            file = io.BytesIO()
-            Image.fromarray(smooth).resize((60 + number, 50)).save(file, "JPEG")
-            self.contents.append(file.getvalue()[: 200 if number in corrupt else None])
-
-    def __len__(self) -> int:
-        return len(self.contents)
-
-    def name(self, index: int) -> str:
-        return f"images/{index}.jpg"
-
-    def read(self, index: int) -> bytes | Pixels:
-        return self.contents[index]
-
-    def stamp(self, index: int) -> tuple[int, int]:
-        return len(self.contents[index]), 0
-
-
-def training(files: Files, batch: int = 8, **fields: Any) -> Training:
+def training(files: JpegSource, batch: int = 8, **fields: Any) -> Training:
     stream = Stream(len(files), batch, seed=3)
     given = {"augmentation": preset("augreg_medium1"), "mixing": Mixing(mixup=0.2, cutmix=1.0), **fields}
     return Training(files, stream, PRE, **given)
@@ -77,7 +50,7 @@ def same(one: Batch, other: Batch) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one[:5], other[:5], strict=True)) and one.bad == other.bad
 
 
-FILES = Files(20, corrupt=(7,))
+FILES = JpegSource(20, corrupt=(7,))
 STRAIGHT = [training(FILES)[step] for step in range(6)]
 
 
@@ -112,19 +85,19 @@ def test_batch_shapes_and_dtypes() -> None:
 
 def test_pixels_are_the_images() -> None:
     """Without augmentation, training and evaluation batches hold what Pillow makes of the files."""
-    plain = training(Files(20), augmentation=preset("none"), mixing=Mixing())
+    plain = training(JpegSource(20), augmentation=preset("none"), mixing=Mixing())
     for step in range(3):
         batch = plain[step]
         for pixels, index in zip(batch.pixels, batch.indices, strict=True):
             assert torch.equal(pixels, PRE.pixels(Image.open(io.BytesIO(plain.source.read(int(index))))))
-    seen = list(evaluation_batches(Evaluation(Files(20), PRE, 6), workers=0))
+    seen = list(evaluation_batches(Evaluation(JpegSource(20), PRE, 6), workers=0))
     assert [len(batch.labels) for batch in seen] == [6, 6, 6, 2]
     pixels = torch.cat([batch.pixels for batch in seen])
-    assert torch.equal(pixels, torch.stack([PRE.pixels(Image.open(io.BytesIO(c))) for c in Files(20).contents]))
+    assert torch.equal(pixels, torch.stack([PRE.pixels(Image.open(io.BytesIO(c))) for c in JpegSource(20).contents]))
 
 
 def test_augmentation_differs_by_position() -> None:
-    one = Training(Files(1), Stream(1, 6), PRE, Augmentation())
+    one = Training(JpegSource(1), Stream(1, 6), PRE, Augmentation())
     assert len({batch.numpy().tobytes() for batch in one[0].pixels}) == 6
 
 
@@ -147,7 +120,7 @@ def test_fast_decoding_is_opt_in_and_close() -> None:
     rng = np.random.default_rng(0)
     file = io.BytesIO()
     Image.fromarray(rng.integers(0, 255, (6, 8, 3), np.uint8)).resize((800, 600)).save(file, "JPEG", quality=95)
-    files = Files(1)
+    files = JpegSource(1)
     files.contents = [file.getvalue()]
     exact, fast = (Evaluation(files, PRE, 1, fast_decode=fast)[0].pixels.int() for fast in (False, True))
     assert torch.equal(exact[0], PRE.pixels(Image.open(io.BytesIO(file.getvalue()))).int())
@@ -182,7 +155,7 @@ def test_a_bad_image_stops_the_run_with_refuse(workers: int) -> None:
 
 def test_nothing_but_bad_images() -> None:
     with pytest.raises(DataError, match=r"4 consecutive images cannot be read, the first is images/\d\.jpg"):
-        list(training_batches(training(Files(4, corrupt=(0, 1, 2, 3)), batch=2), 0, 1, workers=0))
+        list(training_batches(training(JpegSource(4, corrupt=(0, 1, 2, 3)), batch=2), 0, 1, workers=0))
 
 
 def test_odd_slices_cannot_be_mixed() -> None:
@@ -191,7 +164,7 @@ def test_odd_slices_cannot_be_mixed() -> None:
 
 
 def test_a_bug_in_a_worker_is_not_hidden() -> None:
-    class Faulty(Files):
+    class Faulty(JpegSource):
         def read(self, index: int) -> bytes | Pixels:
             raise RuntimeError("a bug")
 
@@ -223,7 +196,7 @@ def test_invalid_settings(fault: Any, words: str) -> None:
 # torch may notice a second time, while it shuts its workers down.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_worker_that_dies_is_explained() -> None:
-    class Deadly(Files):
+    class Deadly(JpegSource):
         def read(self, index: int) -> bytes | Pixels:
             if index == 5:
                 os.kill(os.getpid(), signal.SIGKILL)

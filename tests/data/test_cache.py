@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from tests.data.test_batches import Files
+from tests.support.jpeg_source import JpegSource
 
 from vitrail.data import cache as module
 from vitrail.data.augmentation.augment import Augmentation
@@ -33,15 +33,15 @@ def image(width: int, height: int, seed: int) -> bytes:
 
 
 @pytest.fixture
-def files() -> Files:
+def files() -> JpegSource:
     """A large image, a small one, and a corrupt one."""
-    made = Files(3)
+    made = JpegSource(3)
     made.contents = [image(120, 90, 0), image(40, 20, 1), image(64, 64, 2)[:300]]
     return made
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_cached_pixels(files: Files, workers: int, tmp_path: Path) -> None:
+def test_cached_pixels(files: JpegSource, workers: int, tmp_path: Path) -> None:
     seen: list[int] = []
     source = cached(files, SIZE, folder=tmp_path, workers=workers, on_progress=seen.append)
     assert seen == [1, 2, 3]
@@ -56,7 +56,7 @@ def test_cached_pixels(files: Files, workers: int, tmp_path: Path) -> None:
     assert source.read(2) == files.read(2)  # the file itself; the decoder then reports the error
 
 
-def test_only_changed_images_are_decoded_again(files: Files, tmp_path: Path) -> None:
+def test_only_changed_images_are_decoded_again(files: JpegSource, tmp_path: Path) -> None:
     cached(files, SIZE, folder=tmp_path)
     seen: list[int] = []
     cached(files, SIZE, folder=tmp_path, on_progress=seen.append)
@@ -70,7 +70,7 @@ def test_only_changed_images_are_decoded_again(files: Files, tmp_path: Path) -> 
     assert again.read(0).shape == (30, 40, 3)
 
 
-def test_an_interrupted_build_resumes(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_build_resumes(files: JpegSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SAVE_EVERY", -1)
 
     def stop(done: int) -> None:
@@ -85,7 +85,7 @@ def test_an_interrupted_build_resumes(files: Files, tmp_path: Path, monkeypatch:
     assert np.array_equal(source.read(1), decode(files.read(1)))
 
 
-def test_corruption_is_noticed(files: Files, tmp_path: Path) -> None:
+def test_corruption_is_noticed(files: JpegSource, tmp_path: Path) -> None:
     source = cached(files, SIZE, folder=tmp_path)
     pixels = next(tmp_path.rglob("pixels.bin"))
     content = bytearray(pixels.read_bytes())
@@ -100,10 +100,10 @@ def test_corruption_is_noticed(files: Files, tmp_path: Path) -> None:
     assert source.name(0) == files.name(0)
 
 
-def test_caches_are_separate_by_size_and_images(files: Files, tmp_path: Path) -> None:
+def test_caches_are_separate_by_size_and_images(files: JpegSource, tmp_path: Path) -> None:
     folders = {
         cached(source, size, folder=tmp_path).folder
-        for source in (files, Files(4))
+        for source in (files, JpegSource(4))
         for size in (SIZE, CacheSize(20), CacheSize(30, channels=1))
     }
     assert len(folders) == 6
@@ -132,7 +132,7 @@ def test_swapped_files_are_noticed(tmp_path: Path) -> None:
     assert cached(source, CacheSize(8), folder=tmp_path / "cache").read(0).mean() == 200
 
 
-def test_stale_data_is_eventually_dropped(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_data_is_eventually_dropped(files: JpegSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files.contents[2] = image(64, 64, 2)
     big = CacheSize(1000)
     sizes = []
@@ -150,7 +150,7 @@ def test_other_channels(tmp_path: Path) -> None:
     assert source.read(1).shape == (20, 25, 5)
 
 
-def test_training_from_the_cache(files: Files, tmp_path: Path) -> None:
+def test_training_from_the_cache(files: JpegSource, tmp_path: Path) -> None:
     files.contents[2] = image(64, 64, 2)
     source = cached(files, SIZE, folder=tmp_path)
     again = pickle.loads(pickle.dumps(source))
@@ -161,13 +161,13 @@ def test_training_from_the_cache(files: Files, tmp_path: Path) -> None:
     assert all((one.pixels == other.pixels).all() for one, other in zip(here, there, strict=True))
 
 
-def test_an_unwritable_folder(files: Files, tmp_path: Path) -> None:
+def test_an_unwritable_folder(files: JpegSource, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match=r"the cache .* could not be written: Not a directory; train without a cache"):
         cached(files, SIZE, folder=tmp_path / "file")
 
 
-def test_two_processes_do_not_write_at_once(files: Files, tmp_path: Path) -> None:
+def test_two_processes_do_not_write_at_once(files: JpegSource, tmp_path: Path) -> None:
     cached(files, SIZE, folder=tmp_path)
     place = next(tmp_path.iterdir())
     child = os.fork()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.peers import import_peer
+from tests.support.peers import import_peer
 
 from vitrail.data.preprocess import HALF, IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from vitrail.errors import ConfigError, InputError

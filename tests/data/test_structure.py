@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tests.hostile_images import (
+from tests.support.hostile_images import (
     bmp_of_runs,
     jpeg_2000_header,
     jpeg_of_hidden_scans,

@@ -2,40 +2,29 @@
 
 import io
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 from PIL import Image
-from tests.explanations.test_explain import bundle, noise
+from tests.support.commands import CommandOutput, RunCommand, run_command
+from tests.support.reference_explanations import bundle, noise
 
-from vitrail.__main__ import main
 from vitrail.evaluation import percent
 from vitrail.explanations.explanation import Explanation
 from vitrail.explanations.overlay import CAPTION, GAP, captioned
 from vitrail.inference.classifier import Classifier
 
 
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunCommand:
     monkeypatch.chdir(tmp_path)
     bundle().save("model")
     for number, name in enumerate(("cat.png", "a dog?.png")):
         noise(seed=number).save(name)
 
-    def command(*words: object) -> Done:
-        monkeypatch.setattr(sys, "argv", ["vitrail", "explain", "model", *map(str, words), "--device", "cpu"])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return Done(int(ended.value.code or 0), *capsys.readouterr())
+    def command(*words: object) -> CommandOutput:
+        return run_command(monkeypatch, capsys, "explain", "model", *words, "--device", "cpu")
 
     return command
 
@@ -45,7 +34,7 @@ def size(path: str) -> tuple[int, int]:
         return image.size
 
 
-def test_images_with_their_maps(run: Callable[..., Done]) -> None:
+def test_images_with_their_maps(run: RunCommand) -> None:
     done = run("cat.png", "a dog?.png", "--class", "owl", "--arrays")
     assert done.code == 0, done.err
     assert sorted(path.name for path in Path("explanations").iterdir()) == [
@@ -60,7 +49,7 @@ def test_images_with_their_maps(run: Callable[..., Done]) -> None:
     assert "explanations/cat-relevance-owl.png" in lines[1]
 
 
-def test_existing_files_need_overwrite(run: Callable[..., Done]) -> None:
+def test_existing_files_need_overwrite(run: RunCommand) -> None:
     assert run("cat.png", "--out", "o", "--method", "rollout").code == 0
     before = Path("o/cat-rollout.png").read_bytes()
     refused = run("a dog?.png", "cat.png", "--out", "o", "--method", "rollout")
@@ -75,7 +64,7 @@ def test_existing_files_need_overwrite(run: Callable[..., Done]) -> None:
     assert Path("o/cat-rollout-discard0.5.png").is_file()
 
 
-def test_only_the_first_of_many_images_are_listed(run: Callable[..., Done]) -> None:
+def test_only_the_first_of_many_images_are_listed(run: RunCommand) -> None:
     content = Path("cat.png").read_bytes()
     Path("many").mkdir()
     for number in range(23):
@@ -91,7 +80,7 @@ def test_only_the_first_of_many_images_are_listed(run: Callable[..., Done]) -> N
     assert done.err.splitlines()[-1] == "skipped: 3 more"
 
 
-def test_grids(run: Callable[..., Done]) -> None:
+def test_grids(run: RunCommand) -> None:
     done = run("cat.png", "--method", "attention", "--grid", "heads", "--layer", 0, "--query", "1,1", "--arrays")
     assert done.code == 0, done.err
     assert np.load("explanations/cat-attention-layer0-1_1-heads.npy").shape == (3, 3, 5)
@@ -100,14 +89,14 @@ def test_grids(run: Callable[..., Done]) -> None:
     assert np.load("explanations/cat-pca-layers.npy").shape == (3, 3, 5, 3)
 
 
-def test_paths_from_stdin(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_from_stdin(run: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"cat.png\na dog?.png\n")))
     done = run("-", "--method", "attention")
     assert done.code == 0, done.err
     assert len(list(Path("explanations").iterdir())) == 2
 
 
-def test_one_bad_image_does_not_stop_the_others(run: Callable[..., Done]) -> None:
+def test_one_bad_image_does_not_stop_the_others(run: RunCommand) -> None:
     Path("bad.png").write_bytes(b"nothing")
     done = run(".")
     assert done.code == 0
@@ -128,7 +117,7 @@ def test_one_bad_image_does_not_stop_the_others(run: Callable[..., Done]) -> Non
         (("empty",), "there are no images in empty"),
     ],
 )
-def test_errors_are_one_line(run: Callable[..., Done], words: tuple[object, ...], message: str) -> None:
+def test_errors_are_one_line(run: RunCommand, words: tuple[object, ...], message: str) -> None:
     Path("empty").mkdir()
     done = run(*words)
     assert done.code == 2
@@ -144,7 +133,7 @@ def notes(path: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("method", ["relevance", "attention", "rollout", "pca"])
-def test_a_file_records_the_class_and_its_probability(run: Callable[..., Done], method: str) -> None:
+def test_a_file_records_the_class_and_its_probability(run: RunCommand, method: str) -> None:
     assert run("cat.png", "--method", method).code == 0
     best = Classifier(bundle(), device="cpu")("cat.png")
     found = notes(f"explanations/cat-{method}.png")
@@ -152,7 +141,7 @@ def test_a_file_records_the_class_and_its_probability(run: Callable[..., Done], 
     assert float(found["probability"]) == pytest.approx(best.probability, abs=1e-4)
 
 
-def test_explained_and_predicted_class_differ(run: Callable[..., Done]) -> None:
+def test_explained_and_predicted_class_differ(run: RunCommand) -> None:
     predicted = Classifier(bundle(), device="cpu")("cat.png").name
     other = next(name for name in bundle().classes or () if name != predicted)
     assert run("cat.png", "--class", other).code == 0
@@ -161,7 +150,7 @@ def test_explained_and_predicted_class_differ(run: Callable[..., Done]) -> None:
     assert float(found["target_probability"]) < float(found["probability"])
 
 
-def test_a_grid_has_a_caption(run: Callable[..., Done]) -> None:
+def test_a_grid_has_a_caption(run: RunCommand) -> None:
     assert run("cat.png", "--method", "attention", "--grid", "heads").code == 0
     (file,) = Path("explanations").iterdir()
     assert "class" in notes(str(file))

@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.explanations.naive import build, images
+from tests.support.reference_explanations import NAMES, build, bundle, images, noise
 
 import vitrail
-from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.inputs import Item
-from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged, InputError
 from vitrail.explanations.explain import Explainer
 from vitrail.explanations.explanation import Explanation
@@ -21,20 +19,6 @@ from vitrail.explanations.files import plan_outputs, safe_name
 from vitrail.explanations.overlay import CAPTION, HEAT, heat, stretched
 from vitrail.explanations.relevance import relevance_maps
 from vitrail.explanations.request import ExplanationRequest
-
-NAMES = ("cat", "dog", "fox", "hen", "owl")
-
-
-def bundle(name: str = "class first", names: tuple[str, ...] | None = NAMES, **changes: Any) -> Bundle:
-    model = build(name, **changes)
-    channels = model.config.channels
-    half = (0.5,) * channels
-    preprocess = Preprocess(size=model.config.image_size, resize="cover", channels=channels, mean=half, std=half)
-    return Bundle(model, preprocess, names if model.config.classes else None)
-
-
-def noise(height: int = 30, width: int = 31, seed: int = 0) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
 
 
 @pytest.mark.parametrize("method", ["attention", "rollout", "relevance", "gradcam", "pca"])

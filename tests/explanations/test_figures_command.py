@@ -1,7 +1,5 @@
 """`vitrail figures` and the drawing of examples: outputs, omissions and errors."""
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tests.support.commands import CommandOutput, RunCommand, run_command
 
-from vitrail.__main__ import main
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.cli.figures import _sample
 from vitrail.data.inputs import Item
@@ -30,17 +28,8 @@ def tiny(**fields: Any) -> Bundle:
     return Bundle(model, Preprocess(size=model.config.image_size), ("cat", "dog"))
 
 
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Done]
-
-
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunCommand:
     """Run the command in this process, in a folder with the bundle `model` and five `photos`."""
     monkeypatch.chdir(tmp_path)
     tiny().save("model")
@@ -49,12 +38,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         (tmp_path / "photos").mkdir(exist_ok=True)
         Image.fromarray(noise).save(tmp_path / "photos" / f"{number}.png")
 
-    def command(*words: object) -> Done:
+    def command(*words: object) -> CommandOutput:
         device = [] if "--device" in words else ["--device", "cpu"]
-        monkeypatch.setattr(sys, "argv", ["vitrail", "figures", *map(str, words), *device])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return Done(int(ended.value.code or 0), *capsys.readouterr())
+        return run_command(monkeypatch, capsys, "figures", *words, *device)
 
     return command
 
@@ -66,7 +52,7 @@ def files(folder: str) -> list[str]:
 # ── outputs ──
 
 
-def test_all_figures(run: Run) -> None:
+def test_all_figures(run: RunCommand) -> None:
     done = run("model", "photos", "--out", "all")
     assert (done.code, done.err) == (0, "")
     assert files("all") == ["captions.md", "distance.svg", "filters.png", "positions.png", "rollout.png"]
@@ -81,7 +67,7 @@ def test_all_figures(run: Run) -> None:
     assert "distance: all/distance.svg" in done.out.splitlines()
 
 
-def test_output_is_deterministic(run: Run) -> None:
+def test_output_is_deterministic(run: RunCommand) -> None:
     for out in ("one", "two"):
         assert run("model", "photos", "--out", out).code == 0
     assert [Path("one", name).read_bytes() for name in files("one")] == [
@@ -89,20 +75,20 @@ def test_output_is_deterministic(run: Run) -> None:
     ]
 
 
-def test_without_images_some_figures_are_omitted(run: Run) -> None:
+def test_without_images_some_figures_are_omitted(run: RunCommand) -> None:
     done = run("model", "-o", "some")
     assert done.code == 0
     assert files("some") == ["captions.md", "filters.png", "positions.png"]
     assert done.err == "not drawn: distance and rollout, which need images; pass some after the model\n"
 
 
-def test_only_some(run: Run) -> None:
+def test_only_some(run: RunCommand) -> None:
     done = run("model", "photos/0.png", "--only", "rollout", "--only", "filters", "-o", "some")
     assert (done.code, done.err) == (0, "")
     assert files("some") == ["captions.md", "filters.png", "rollout.png"]
 
 
-def test_a_figure_that_the_model_does_not_have(run: Run) -> None:
+def test_a_figure_that_the_model_does_not_have(run: RunCommand) -> None:
     tiny(position="rope_2d").save("rope")
     done = run("rope", "-o", "some")
     assert done.code == 0
@@ -113,7 +99,7 @@ def test_a_figure_that_the_model_does_not_have(run: Run) -> None:
     )
 
 
-def test_unreadable_images_are_reported(run: Run) -> None:
+def test_unreadable_images_are_reported(run: RunCommand) -> None:
     Path("photos", "5.png").write_bytes(b"no image")
     done = run("model", "photos", "-o", "some")
     assert done.code == 0
@@ -141,7 +127,7 @@ def test_unreadable_images_are_reported(run: Run) -> None:
         (["model", "--device", "abacus"], "no device is called 'abacus'"),
     ],
 )
-def test_errors_are_one_message(run: Run, words: list[str], message: str) -> None:
+def test_errors_are_one_message(run: RunCommand, words: list[str], message: str) -> None:
     Path("empty").mkdir()
     Path("bad.png").write_bytes(b"")
     Path("taken").mkdir()
@@ -155,7 +141,7 @@ def test_errors_are_one_message(run: Run, words: list[str], message: str) -> Non
     assert not Path("figures").exists()
 
 
-def test_overwrite_replaces(run: Run) -> None:
+def test_overwrite_replaces(run: RunCommand) -> None:
     Path("taken").mkdir()
     Path("taken", "filters.png").write_bytes(b"mine")
     Path("taken", "notes.txt").write_text("stays", encoding="utf-8")

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.explanations.naive import CONFIGS, Naive, build, images
+from tests.support.reference_explanations import CONFIGS, Naive, build, images
 from torch import Tensor
 
 from vitrail.errors import InputError

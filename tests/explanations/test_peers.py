@@ -5,15 +5,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.models.test_peers import TRANSFORMERS, timm_vit
-from tests.peers import import_peer, rename, scramble
+from tests.support.peer_models import SMALL, TRANSFORMERS, timm_vit
+from tests.support.peers import import_peer, rename, scramble
 from torch import Tensor, nn
 
 from vitrail.explanations.attention import attention_maps, attention_rows
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 
-SMALL: dict[str, Any] = {"image_size": 32, "patch_size": 8, "width": 48, "depth": 3, "heads": 3, "classes": 7}
 TOLERANCE = 1e-5
 
 

@@ -1,37 +1,21 @@
 """Fixtures for the command tests."""
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 from PIL import Image
-
-from vitrail.__main__ import main
-
-
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Done]
+from tests.support.commands import CommandOutput, RunCommand, run_command
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunCommand:
     """Run a command in this process, which saves the time for imports."""
     monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
 
-    def command(*words: object) -> Done:
-        monkeypatch.setattr(sys, "argv", ["vitrail", *map(str, words), "--workers", "0", "--device", "cpu"])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return Done(int(ended.value.code or 0), *capsys.readouterr())
+    def command(*words: object) -> CommandOutput:
+        return run_command(monkeypatch, capsys, *words, "--workers", "0", "--device", "cpu")
 
     return command
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.inference.tiny import tiny_bundle, tiny_images, tiny_pixels
+from tests.support.prediction_jobs import tiny_bundle, tiny_images, tiny_pixels
 
 import vitrail
 from vitrail import CheckpointError, Classifier, ConfigError, DataError, Diverged, InputError

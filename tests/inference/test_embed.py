@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from safetensors import safe_open
 from safetensors.numpy import load_file
-from tests.inference.conftest import Run
+from tests.support.commands import RunCommand
 
 import vitrail
 from vitrail.checkpoints.bundle import Bundle
@@ -87,7 +87,9 @@ def test_metadata(photos: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "npy", "safetensors"])
-def test_an_unreadable_image_has_no_row(suffix: str, run: Run, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_image_has_no_row(
+    suffix: str, run: RunCommand, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(feature_files, "ROW_GROUP", 500)
     whole = bundle().save("model")
     assert run("embed", whole, photos, "-o", f"good.{suffix}", "--batch", 4).code == 0
@@ -102,7 +104,7 @@ def test_an_unreadable_image_has_no_row(suffix: str, run: Run, photos: Path, mon
     assert [row["index"] for row in rows] == [0, *range(2, 21)]
 
 
-def test_images_without_classes(run: Run, photos: Path) -> None:
+def test_images_without_classes(run: RunCommand, photos: Path) -> None:
     done = run("embed", bundle().save("model"), photos / "cat", "-o", "x.npy", "--normalise", "--tokens", "class")
     assert (done.code, done.err) == (0, "")
     assert done.out == "10 × 16 float32 in x.npy; names and labels are in x.npy.jsonl\n"
@@ -111,7 +113,7 @@ def test_images_without_classes(run: Run, photos: Path) -> None:
     np.testing.assert_allclose(np.linalg.norm(features, axis=1), 1, atol=1e-6)
 
 
-def test_splits_and_the_default_name(run: Run) -> None:
+def test_splits_and_the_default_name(run: RunCommand) -> None:
     model = bundle().save("model")
     assert "359 × 2 × 2" not in run("embed", model, "digits", "--split", "test", "--tokens", "patches").out
     features, rows = read(Path("features.parquet"))
@@ -235,7 +237,7 @@ def test_a_full_disk(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (("--precision", "int3"), "'int3'"),
     ],
 )
-def test_errors(run: Run, photos: Path, options: tuple[str, ...], message: str) -> None:
+def test_errors(run: RunCommand, photos: Path, options: tuple[str, ...], message: str) -> None:
     Path("file").write_text("")
     Path("folder.npy").mkdir()
     Path("beside.npy.jsonl").write_text("mine")
@@ -249,7 +251,7 @@ def test_errors(run: Run, photos: Path, options: tuple[str, ...], message: str) 
     assert Path("beside.npy.jsonl").read_text() == "mine"
 
 
-def test_invalid_paths(run: Run, photos: Path) -> None:
+def test_invalid_paths(run: RunCommand, photos: Path) -> None:
     model = bundle().save("model")
     Path("empty").mkdir()
     for words in (("nowhere", photos), (model, "nowhere"), (model, "empty")):

@@ -6,8 +6,8 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from tests.models.test_peers import SMALL, timm_vit
-from tests.peers import import_peer, relative_error, scramble
+from tests.support.peer_models import SMALL, timm_vit
+from tests.support.peers import import_peer, relative_error, scramble
 
 from vitrail.acceleration.cuda.encoder import EncoderPrecision
 from vitrail.checkpoints.bundle import Bundle

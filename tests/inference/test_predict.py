@@ -6,18 +6,17 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from PIL import Image
-from tests.inference.test_predict_jobs import read_rows
-from tests.inference.tiny import tiny_bundle, tiny_images
+from tests.support.commands import CommandOutput, RunCommand, run_command
+from tests.support.prediction_jobs import read_rows, tiny_bundle, tiny_images
 
-from vitrail.__main__ import main
 from vitrail.data.inputs import Item
 from vitrail.inference.classifier import Classifier
 from vitrail.inference.jobs import Output
@@ -27,38 +26,22 @@ from vitrail.inference.predict import predict_items
 ROOT = Path(__file__).parents[2]
 
 
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.out.splitlines()]
-
-
-Run = Callable[..., Done]
-
-
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunCommand:
     """Run the command in this process, in a folder with a bundle and images."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
     tiny_bundle().save("bundle")
     tiny_images(Path("p"), 9)
 
-    def command(*words: object, stdin: bytes = b"") -> Done:
-        monkeypatch.setattr(sys, "argv", ["vitrail", "predict", *map(str, words)])
+    def command(*words: object, stdin: bytes = b"") -> CommandOutput:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return Done(int(ended.value.code or 0), *capsys.readouterr())
+        return run_command(monkeypatch, capsys, "predict", *words)
 
     return command
 
 
-def test_a_folder_as_jsonl(run: Run) -> None:
+def test_a_folder_as_jsonl(run: RunCommand) -> None:
     done = run("bundle", "p")
     assert done.code == 0
     assert done.err.startswith("9 images; ")
@@ -72,7 +55,7 @@ def test_a_folder_as_jsonl(run: Run) -> None:
     assert run("bundle", "p", "--quiet") == (0, done.out, "")
 
 
-def test_skipped_files_are_reported(run: Run) -> None:
+def test_skipped_files_are_reported(run: RunCommand) -> None:
     shutil.copy("p/00000.png", "p/upload.php")
     Path("p/notes.txt").write_text("no image")
     done = run("bundle", "p", "--output", "rows.jsonl", "--device", "cpu")
@@ -92,7 +75,7 @@ def test_skipped_files_are_reported(run: Run) -> None:
     assert "rename it to upload.png); 1 file was skipped" in nothing.err
 
 
-def test_a_table(run: Run) -> None:
+def test_a_table(run: RunCommand) -> None:
     Path("p/00004.png").write_bytes(b"")
     done = run("bundle", "p/0000[345].png", "--format", "table", "--top", 2, "-q")
     lines = done.out.splitlines()
@@ -104,7 +87,7 @@ def test_a_table(run: Run) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
-def test_every_format_has_the_same_rows(run: Run, suffix: str) -> None:
+def test_every_format_has_the_same_rows(run: RunCommand, suffix: str) -> None:
     Path("p/00004.png").write_bytes(b"no image")
     expected = run("bundle", "p", "--batch", 2, "--workers", 0).rows
     done = run("bundle", "p", "--output", f"out{suffix}", "--batch", 2, "--workers", 0)
@@ -117,7 +100,7 @@ def test_every_format_has_the_same_rows(run: Run, suffix: str) -> None:
     assert Path("other").read_bytes() == Path(f"out{suffix}").read_bytes()
 
 
-def test_lists_from_stdin_have_one_row_per_line(run: Run) -> None:
+def test_lists_from_stdin_have_one_row_per_line(run: RunCommand) -> None:
     lines = b"p/00003.png\np\np/gone.png\np/00003.png\nhttp://x.org/1.jpg\np/00001.png\n"
     rows = run("bundle", "-", stdin=lines).rows
     assert [row["path"] for row in rows] == lines.decode().splitlines()
@@ -135,14 +118,14 @@ def test_lists_from_stdin_have_one_row_per_line(run: Run) -> None:
     assert (row["path"], row["error"]) == ("p/new\nline.png", None)
 
 
-def test_the_digits_and_a_model_without_names(run: Run) -> None:
+def test_the_digits_and_a_model_without_names(run: RunCommand) -> None:
     tiny_bundle(None, channels=1).save("grey")
     done = run("grey", "digits", "--top", 1, "--batch", 500, "--workers", 0)
     assert len(done.rows) == 1797
     assert {name for row in done.rows for name in row["classes"]} <= {"0", "1", "2"}
 
 
-def test_ctrl_c_tells_how_to_resume(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_tells_how_to_resume(run: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -154,7 +137,7 @@ def test_ctrl_c_tells_how_to_resume(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert "--resume" not in run("bundle", "p", "-o", "o.txt").err  # a table cannot be resumed
 
 
-def test_resume_without_and_with_an_earlier_job(run: Run) -> None:
+def test_resume_without_and_with_an_earlier_job(run: RunCommand) -> None:
     assert run("bundle", "p", "-o", "o.csv", "--resume").code == 0
     assert run("bundle", "p", "-o", "o.csv", "--overwrite").code == 0
     done = run("bundle", "p", "-o", "o.csv", "--resume")
@@ -187,7 +170,7 @@ def test_resume_without_and_with_an_earlier_job(run: Run) -> None:
         (("bundle", "p", "--top", "0"), "--top"),
     ],
 )
-def test_errors_are_one_line_with_exit_code_2(run: Run, words: tuple[str, ...], message: str) -> None:
+def test_errors_are_one_line_with_exit_code_2(run: RunCommand, words: tuple[str, ...], message: str) -> None:
     tiny_bundle(None, classes=0).save("headless")
     os.mkdir("empty")
     Path("there.csv").write_text("mine")
@@ -202,13 +185,13 @@ def test_errors_are_one_line_with_exit_code_2(run: Run, words: tuple[str, ...], 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a folder that not even root can write to")
-def test_an_output_without_write_permission(run: Run) -> None:
+def test_an_output_without_write_permission(run: RunCommand) -> None:
     done = run("bundle", "p", "-o", "/sys/o.csv")
     assert done.code == 2
     assert done.err.startswith("vitrail: /sys/o.csv cannot be written: ")
 
 
-def test_only_bad_images_are_rows_and_an_error(run: Run) -> None:
+def test_only_bad_images_are_rows_and_an_error(run: RunCommand) -> None:
     Path("bad").mkdir()
     for name in ("a.jpg", "b.png"):
         Path("bad", name).write_text("no image")
@@ -277,7 +260,7 @@ MEMORY = """
 import os, sys
 from itertools import chain
 import torch
-from tests.inference.tiny import tiny_bundle
+from tests.support.prediction_jobs import tiny_bundle
 from vitrail.inference.classifier import Classifier
 from vitrail.inference.listing import list_items
 from vitrail.inference.predict import predict_items

@@ -1,7 +1,5 @@
 """Interrupted jobs: every row exactly once, and never rows of two jobs in one file."""
 
-import csv
-import json
 import os
 import resource
 import shutil
@@ -12,7 +10,7 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
-from tests.inference.tiny import tiny_bundle, tiny_images
+from tests.support.prediction_jobs import read_rows, tiny_bundle, tiny_images
 
 from vitrail.errors import ConfigError, DataError
 from vitrail.inference import jobs
@@ -21,28 +19,6 @@ from vitrail.inference.writing import PredictionRow
 
 ROOT = Path(__file__).parents[2]
 BUNDLE = tiny_bundle()
-
-
-def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Read an output of any format into the same rows."""
-    if file.suffix == ".parquet":
-        rows = pyarrow.parquet.read_table(file).to_pylist()
-        return [{**row, "probabilities": [float(f"{p:.6g}") for p in row["probabilities"]]} for row in rows]
-    if file.suffix == ".jsonl":
-        return [json.loads(line) for line in file.read_text().splitlines()]
-    with open(file, newline="", encoding="utf-8", errors="surrogateescape") as lines:
-        return [_from_csv(row) for row in csv.DictReader(lines)]
-
-
-def _from_csv(row: dict[str, str]) -> dict[str, Any]:
-    places = [place for place in range(1, 4) if row[f"class_{place}"]]
-    return {
-        "number": int(row["number"]),
-        "path": row["path"],
-        "error": row["error"] or None,
-        "classes": [row[f"class_{place}"] for place in places],
-        "probabilities": [float(row[f"probability_{place}"]) for place in places],
-    }
 
 
 def run(output: Path, places: list[Path] | list[str], **options: Any) -> Summary:
@@ -273,7 +249,15 @@ def killed(tmp_path: Path, rows: int, kills: int, suffix: str) -> list[dict[str,
     some = list(map(str, tiny_images(tmp_path / "images", 25)))
     places = [some[number % 25] for number in range(rows)]
     target = tmp_path / f"rows{suffix}"
-    command = [sys.executable, "-m", "tests.inference.killing", str(tmp_path / "bundle"), str(target), str(kills), "5"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.kill_and_resume",
+        str(tmp_path / "bundle"),
+        str(target),
+        str(kills),
+        "5",
+    ]
     # To a file: workers of a killed parent live some seconds longer, and would hold a pipe open.
     with open(tmp_path / "said", "w+") as said:
         code = subprocess.run([*command, *places], cwd=ROOT, stdout=said, stderr=said, timeout=600, check=False)

@@ -13,7 +13,7 @@ import pyarrow as arrow
 import pyarrow.parquet
 import pytest
 from PIL import Image
-from tests.inference.tiny import tiny_images, tiny_pixels
+from tests.support.prediction_jobs import tiny_images, tiny_pixels
 
 from vitrail.data.decode import decode
 from vitrail.data.inputs import A_URL, Item

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.peers import import_peer, scramble
+from tests.support.peers import import_peer, scramble
 from torch import Tensor
 
 from vitrail.checkpoints.bundle import Bundle

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.inference.conftest import Run
+from tests.support.commands import RunCommand
 
 import vitrail
 from vitrail.checkpoints.bundle import Bundle
@@ -100,7 +100,7 @@ def test_rows_match_the_protocols() -> None:
     assert ProbeRow("fewshot", 1, (0.5,)).spread is None
 
 
-def test_the_command(run: Run) -> None:
+def test_the_command(run: RunCommand) -> None:
     model = bundle().save("model")
     done = run("probe", model, "digits", "--only", "knn,fewshot", "--k", "10,20", "--shots", "2", "--seeds", 2)
     assert (done.code, done.err) == (0, "")
@@ -115,7 +115,7 @@ def test_the_command(run: Run) -> None:
     assert (found["images"], found["examples"], found["bad"]) == (359, 1259, [])
 
 
-def test_layers_have_different_features(run: Run) -> None:
+def test_layers_have_different_features(run: RunCommand) -> None:
     model = bundle(depth=2).save("model")
     whole, first, last = (
         json.loads(run("probe", model, "digits", "--only", "knn", "--json", *layer).out)["probes"][0]["accuracy"]
@@ -124,7 +124,7 @@ def test_layers_have_different_features(run: Run) -> None:
     assert whole == last != first
 
 
-def test_few_images(run: Run, photos: Path) -> None:
+def test_few_images(run: RunCommand, photos: Path) -> None:
     """Default shots and neighbours are limited by the number of examples."""
     (photos / "cat" / "bad.png").write_text("no image")
     done = run("probe", bundle().save("model"), photos)
@@ -146,7 +146,7 @@ def test_more_neighbours_than_examples_raise_before_computing_features(photos: P
     )  # k is not used
 
 
-def test_a_class_without_readable_images_is_not_ignored(run: Run, photos: Path) -> None:
+def test_a_class_without_readable_images_is_not_ignored(run: RunCommand, photos: Path) -> None:
     for file in (photos / "dog").iterdir():
         file.write_text("no image")
     done = run("probe", bundle().save("model"), photos, "--only", "fewshot,knn", "--split", "val")
@@ -156,7 +156,7 @@ def test_a_class_without_readable_images_is_not_ignored(run: Run, photos: Path) 
     assert "1 shots need 1 training images of every class, but class 'dog' has only 0" in done.err
 
 
-def test_splits_of_the_data(run: Run, photos: Path) -> None:
+def test_splits_of_the_data(run: RunCommand, photos: Path) -> None:
     for split in ("train", "val"):
         Path("parted", split).mkdir(parents=True)
     for label in ("cat", "dog"):
@@ -177,7 +177,7 @@ def test_splits_of_the_data(run: Run, photos: Path) -> None:
     assert "linear" in done.out
 
 
-def test_splits_of_the_models_own_run(run: Run, photos: Path) -> None:
+def test_splits_of_the_models_own_run(run: RunCommand, photos: Path) -> None:
     model = bundle().save(Path("run", "best"))
     Path("run", "split.json").write_text(json.dumps(open_data(photos, seed=5, val=0.2, test=0.3).record))
     done = run("probe", model, photos, "--only", "fewshot")
@@ -204,7 +204,7 @@ def test_splits_of_the_models_own_run(run: Run, photos: Path) -> None:
         (("--precision", "int3"), "'int3'"),
     ],
 )
-def test_errors(run: Run, photos: Path, options: tuple[str, ...], message: str) -> None:
+def test_errors(run: RunCommand, photos: Path, options: tuple[str, ...], message: str) -> None:
     for number in range(4):
         (photos / "cat" / f"{number}.png").unlink()
     done = run("probe", bundle().save("model"), photos, *options)
@@ -213,7 +213,7 @@ def test_errors(run: Run, photos: Path, options: tuple[str, ...], message: str) 
     assert len(done.err.splitlines()) == 1
 
 
-def test_data_that_cannot_be_probed(run: Run, photos: Path) -> None:
+def test_data_that_cannot_be_probed(run: RunCommand, photos: Path) -> None:
     model = bundle().save("model")
     for words, message in (
         (("nowhere", photos), "nowhere"),

@@ -1,40 +1,21 @@
 """No graph breaks, a dynamic batch in torch.export, and the same outputs."""
 
-from typing import Any
-
 import pytest
 import torch
-from tests.peers import scramble
+from tests.support.peers import scramble
+from tests.support.tiny_models import BASIC_KINDS, TINY
 from torch import nn
 
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 
-TINY: dict[str, Any] = {"image_size": (16, 32), "patch_size": 8, "width": 24, "depth": 2, "heads": 3, "classes": 5}
-KINDS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "linear": {"stem": "linear", "class_token": "last"},
-    "linear_norm": {"stem": "linear_norm", "qkv_bias": False},
-    "conv_stem": {"stem": "conv_stem", "norm_order": "post"},
-    "resnet": {"stem": "resnet", "resnet": {"depths": (1, 1), "width_factor": 0.5}},
-    "rope": {"position": "rope_2d", "registers": 2, "qk_norm": True},
-    "relative": {"position": "relative", "activation": "swiglu"},
-    "every_block": {"position_at": "every_block", "position_covers": "class", "registers": 1},
-    "learned_2d": {"position": "learned_2d", "position_at": "shared"},
-    "sincos": {"position": "sincos_2d", "pool": "map", "layer_scale": 0.1},
-    "distilled": {"distillation_token": True, "representation": 7},
-    "every_rate": dict.fromkeys(
-        ("embed_dropout", "attention_dropout", "proj_dropout", "mlp_dropout", "stochastic_depth", "patch_dropout"), 0.2
-    ),
-}
-
 
 def build(kind: str) -> nn.Module:
-    return scramble(ViT(ViTConfig(**{**TINY, **KINDS[kind]})))
+    return scramble(ViT(ViTConfig(**{**TINY, **BASIC_KINDS[kind]})))
 
 
 QUICK = ("plain", "relative")  # the usual model, and the one with the most unusual graph
-SLOW = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+SLOW = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in BASIC_KINDS]
 
 
 @pytest.mark.parametrize("kind", SLOW)
@@ -61,7 +42,7 @@ def test_inductor_gives_the_same_outputs(kind: str) -> None:
     assert torch.allclose(compiled(x), model(x), atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BASIC_KINDS)
 def test_export_with_a_dynamic_batch(kind: str) -> None:
     model = build(kind)
     program = torch.export.export(

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.test_compile_export import KINDS, TINY
-from tests.peers import scramble
+from tests.support.peers import scramble
+from tests.support.tiny_models import BASIC_KINDS, TINY
 
 from vitrail.models.config import ViTConfig
 from vitrail.models.variants import variant_config
@@ -27,20 +27,20 @@ def _exact_float32() -> Any:
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BASIC_KINDS)
 @pytest.mark.usefixtures("_exact_float32")
 def test_the_same_outputs_as_on_the_cpu(kind: str) -> None:
-    model, x = scramble(ViT(ViTConfig(**{**TINY, **KINDS[kind]}))), torch.randn(4, 3, 16, 32)
+    model, x = scramble(ViT(ViTConfig(**{**TINY, **BASIC_KINDS[kind]}))), torch.randn(4, 3, 16, 32)
     with torch.no_grad():
         expected = model(x)
         found = model.cuda()(x.cuda())
     assert torch.allclose(found.cpu(), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BASIC_KINDS)
 def test_training_step_in_bf16(kind: str) -> None:
     device = choose_device("cuda")
-    model = ViT(ViTConfig(**{**TINY, **KINDS[kind]}, init="timm")).to(device).train()
+    model = ViT(ViTConfig(**{**TINY, **BASIC_KINDS[kind]}, init="timm")).to(device).train()
     with autocast(device, "bf16"):
         loss = model(torch.randn(4, 3, 16, 32, device=device)).float().square().mean()
     loss.backward()
@@ -50,7 +50,7 @@ def test_training_step_in_bf16(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["plain", "rope", "relative", "every_rate"])
 def test_compiled(kind: str) -> None:
     torch.compiler.reset()
-    model = scramble(ViT(ViTConfig(**{**TINY, **KINDS[kind]}))).cuda()
+    model = scramble(ViT(ViTConfig(**{**TINY, **BASIC_KINDS[kind]}))).cuda()
     x = torch.randn(4, 3, 16, 32, device="cuda")
     with torch.no_grad():
         assert torch.allclose(torch.compile(model, fullgraph=True)(x), model(x), atol=1e-2)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.test_peers import LUCIDRAINS, TORCHVISION
-from tests.peers import import_peer, rename
+from tests.support.peer_models import LUCIDRAINS, TORCHVISION
+from tests.support.peers import import_peer, rename
 from torch import nn
 
 from vitrail.models.config import ConvLayer, ViTConfig

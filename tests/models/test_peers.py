@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.peers import import_peer, relative_error, rename, scramble
+from tests.support.peer_models import LUCIDRAINS, SMALL, TORCHVISION, TRANSFORMERS, timm_vit
+from tests.support.peers import import_peer, relative_error, rename, scramble
 from torch import Tensor, nn
 
 from vitrail.models.config import ConvLayer, ResNet, ViTConfig
@@ -12,7 +13,6 @@ from vitrail.models.variants import variant_config
 from vitrail.models.vit import ViT
 
 TOLERANCE = 1e-5
-SMALL: dict[str, Any] = {"image_size": 32, "patch_size": 8, "width": 48, "depth": 3, "heads": 3, "classes": 7}
 
 
 def assert_same(config: ViTConfig, peer: nn.Module, state: dict[str, Tensor]) -> None:
@@ -32,12 +32,6 @@ def assert_same(config: ViTConfig, peer: nn.Module, state: dict[str, Tensor]) ->
 def timm_model(name: str, **options: Any) -> nn.Module:
     model: nn.Module = import_peer("timm").create_model(name, **options)
     return scramble(model)
-
-
-def timm_vit(**options: Any) -> nn.Module:
-    size = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 3, "num_classes": 7}
-    import_peer("timm")
-    return scramble(import_peer("timm.models.vision_transformer").VisionTransformer(**{**size, **options}))
 
 
 @pytest.mark.parametrize(
@@ -150,22 +144,6 @@ def test_timm_hybrids(name: str, paper: str, fields: dict[str, Any]) -> None:
 
 # ── torchvision ──
 
-TORCHVISION = {
-    r"class_token": "cls_token",
-    r"encoder\.pos_embedding": "pos_embed",
-    r"conv_proj\.conv_bn_relu_(\d+)\.0\.(.*)": r"patch_embed.backbone.\1.conv.\2",
-    r"conv_proj\.conv_bn_relu_(\d+)\.1\.(.*)": r"patch_embed.backbone.\1.norm.\2",
-    r"conv_proj\.(?:conv_last\.)?(weight|bias)": r"patch_embed.proj.\1",
-    r"encoder\.layers\.encoder_layer_(\d+)\.ln_([12])\.(.*)": r"blocks.\1.norm\2.\3",
-    r"encoder\.layers\.encoder_layer_(\d+)\.self_attention\.in_proj_(.*)": r"blocks.\1.attn.qkv.\2",
-    r"encoder\.layers\.encoder_layer_(\d+)\.self_attention\.out_proj\.(.*)": r"blocks.\1.attn.proj.\2",
-    r"encoder\.layers\.encoder_layer_(\d+)\.mlp\.0\.(.*)": r"blocks.\1.mlp.fc1.\2",
-    r"encoder\.layers\.encoder_layer_(\d+)\.mlp\.3\.(.*)": r"blocks.\1.mlp.fc2.\2",
-    r"encoder\.ln\.(.*)": r"norm.\1",
-    r"heads\.pre_logits\.(.*)": r"pre_logits.fc.\1",
-    r"heads\.head\.(.*)": r"head.\1",
-}
-
 
 @pytest.mark.parametrize("representation", [None, 24])
 @pytest.mark.parametrize("stem", ["conv", "conv_stem"])
@@ -190,22 +168,6 @@ def test_torchvision(representation: int | None, stem: Any) -> None:
 
 
 # ── vit-pytorch ──
-
-LUCIDRAINS = {
-    r"cls_token": "cls_token",
-    r"pos_embedding": "pos_embed",
-    r"to_patch_embedding\.1\.(.*)": r"patch_embed.norm_in.\1",
-    r"to_patch_embedding\.2\.(.*)": r"patch_embed.proj.\1",
-    r"to_patch_embedding\.3\.(.*)": r"patch_embed.norm_out.\1",
-    r"transformer\.layers\.(\d+)\.0\.norm\.(.*)": r"blocks.\1.norm1.\2",
-    r"transformer\.layers\.(\d+)\.0\.to_qkv\.(.*)": r"blocks.\1.attn.qkv.\2",
-    r"transformer\.layers\.(\d+)\.0\.to_out\.0\.(.*)": r"blocks.\1.attn.proj.\2",
-    r"transformer\.layers\.(\d+)\.1\.net\.0\.(.*)": r"blocks.\1.norm2.\2",
-    r"transformer\.layers\.(\d+)\.1\.net\.1\.(.*)": r"blocks.\1.mlp.fc1.\2",
-    r"transformer\.layers\.(\d+)\.1\.net\.4\.(.*)": r"blocks.\1.mlp.fc2.\2",
-    r"transformer\.norm\.(.*)": r"norm.\1",
-    r"mlp_head\.(.*)": r"head.\1",
-}
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(3, 16), (2, 40), (1, 48)])
@@ -234,19 +196,6 @@ def test_lucidrains(pool: Any, heads: int, head_dim: int) -> None:
 
 
 # ── transformers ──
-
-TRANSFORMERS = {
-    r"vit\.embeddings\.cls_token": "cls_token",
-    r"vit\.embeddings\.position_embeddings": "pos_embed",
-    r"vit\.embeddings\.patch_embeddings\.projection\.(.*)": r"patch_embed.proj.\1",
-    r"vit\.layers\.(\d+)\.attention\.([qkv])_proj\.(.*)": r"blocks.\1.attn.\2.\3",
-    r"vit\.layers\.(\d+)\.attention\.o_proj\.(.*)": r"blocks.\1.attn.proj.\2",
-    r"vit\.layers\.(\d+)\.layernorm_before\.(.*)": r"blocks.\1.norm1.\2",
-    r"vit\.layers\.(\d+)\.layernorm_after\.(.*)": r"blocks.\1.norm2.\2",
-    r"vit\.layers\.(\d+)\.mlp\.(fc[12])\.(.*)": r"blocks.\1.mlp.\2.\3",
-    r"vit\.layernorm\.(.*)": r"norm.\1",
-    r"classifier\.(.*)": r"head.\1",
-}
 
 
 def test_transformers() -> None:

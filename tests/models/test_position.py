@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.peers import scramble
+from tests.support.peers import scramble
 
 from vitrail.models.config import ViTConfig
 from vitrail.models.position import outer, read_table, relative_offsets, relative_term, rope_2d, rotate, sincos_2d

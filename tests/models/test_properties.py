@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.models.strategies import configs
-from tests.peers import scramble
+from tests.support.config_strategies import configs
+from tests.support.peers import scramble
 
 from vitrail.models.config import ViTConfig
 from vitrail.models.initialise import SCHEMES, role_of

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.ndimage
 import torch
-from tests.peers import import_peer
+from tests.support.peers import import_peer
 
 from vitrail.models.config import ViTConfig
 from vitrail.models.resample import resample_grid, resample_kernel, resample_line, resample_offsets

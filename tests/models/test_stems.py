@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.peers import relative_error, scramble
+from tests.support.peers import relative_error, scramble
 
 from vitrail.models.config import ResNet, ViTConfig
 from vitrail.models.resnet import ResNetBackbone, StdConv, pad_same

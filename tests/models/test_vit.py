@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.peers import scramble
+from tests.support.peers import scramble
 from torch import nn
 
 from vitrail.errors import ConfigError, InputError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.peers import scramble
+from tests.support.peers import scramble
 from torch import nn
 
 from vitrail.models.config import ResNet, ViTConfig

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.reports.runs import images, tiny_run
+from tests.support.tiny_runs import images, tiny_run
 
 
 @pytest.fixture(scope="session")

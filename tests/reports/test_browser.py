@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from tests.browser import chromium
-from tests.reports.runs import CLASSES, EVIL
+from tests.support.browser import chromium
+from tests.support.tiny_runs import CLASSES, EVIL
 
 from vitrail.explanations.figures.grid_of_grids import TEXT
 from vitrail.reports.report import report

@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tests.reports.runs import CLASSES
-from tests.reports.test_report import Page
+from tests.support.html_page import Page
+from tests.support.tiny_runs import CLASSES
 
 from vitrail.metrics.pairs import paired
 from vitrail.reports.compare import _statement

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from tests.reports.runs import CLASSES, TINY
-from tests.reports.test_report import Page
+from tests.support.html_page import Page
+from tests.support.tiny_runs import CLASSES, TINY
 
 from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.source import Arrays

@@ -7,12 +7,12 @@ import os
 import re
 import shutil
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.reports.runs import CLASSES, EVIL, TINY, tiny_run
+from tests.support.html_page import Page
+from tests.support.tiny_runs import CLASSES, EVIL, TINY, tiny_run
 
 import vitrail
 from vitrail.__main__ import main
@@ -26,38 +26,6 @@ from vitrail.reports.run_artifacts import RunArtifacts
 from vitrail.reports.run_record import read_run
 
 MARKUP = "<i>\"'><b evil=\"\" evil='' "
-
-
-class Page(HTMLParser):
-    """A parsed page: its elements, and its text by section."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.html = path.read_text(encoding="utf-8")
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.sections: dict[str, str] = {"": ""}
-        self.section = ""
-        self.hidden = 0
-        self.feed(self.html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        self.hidden += tag in ("script", "style")
-        if tag == "section":
-            self.section = dict(attrs)["id"] or ""
-            self.sections[self.section] = ""
-
-    def handle_endtag(self, tag: str) -> None:
-        self.hidden -= tag in ("script", "style")
-        if tag == "section":
-            self.section = ""
-
-    def handle_data(self, data: str) -> None:
-        if not self.hidden:
-            self.sections[self.section] += f"{data} "
-
-    def all(self, tag: str) -> list[dict[str, str | None]]:
-        return [attributes for name, attributes in self.elements if name == tag]
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from typing import Self
 
 import httpx
 import pytest
-from tests.hostile_images import jpeg_of_scans, png_chunk, png_of_zeros
-from tests.serving.server import Running, image, save_tiny, server
+from tests.support.hostile_images import jpeg_of_scans, png_chunk, png_of_zeros
+from tests.support.live_server import Running, image, save_tiny, server
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from tests.serving.server import Running, connect, image, read_all, save_tiny, sent, server, wait_until
+from tests.support.live_server import Running, connect, image, read_all, save_tiny, sent, server, wait_until
 
 from vitrail.serving import connections
 from vitrail.serving.connections import Connections, RateLimitedLog, RateLimitFilter, client_key

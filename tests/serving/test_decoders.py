@@ -8,9 +8,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.hostile_images import jpeg_of_scans, png_of_zeros
-from tests.serving.server import image, save_tiny
-from tests.serving.test_service import PNG, asked, settings_for
+from tests.support.hostile_images import jpeg_of_scans, png_of_zeros
+from tests.support.live_server import image, save_tiny
+from tests.support.service_in_process import PNG, asked, settings_for
 
 import vitrail.serving.decoders
 from vitrail import Preprocess

@@ -23,7 +23,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from tests.serving.server import Running, image, save_tiny, sent, server
+from tests.support.live_server import Running, image, save_tiny, sent, server
 
 from vitrail.serving.app import Service
 from vitrail.serving.openapi import document

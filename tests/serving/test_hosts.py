@@ -5,8 +5,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.serving.server import image, save_tiny
-from tests.serving.test_service import PNG, asked, settings_for
+from tests.support.live_server import image, save_tiny
+from tests.support.service_in_process import PNG, asked, settings_for
 
 from vitrail.errors import ConfigError
 from vitrail.serving.app import Service

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
-from tests.serving.server import Running, image, save_tiny, sent, server, wait_until
+from tests.support.live_server import Running, image, save_tiny, sent, server, wait_until
 
 import vitrail
 from vitrail.explanations.request import Method

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.serving.server import Running, connect, image, read_all, save_tiny, sent, server, wait_until
+from tests.support.live_server import Running, connect, image, read_all, save_tiny, sent, server, wait_until
 
 import vitrail
 from vitrail.__main__ import main

@@ -14,8 +14,8 @@ import httpx
 import pytest
 from PIL import Image
 from starlette.responses import Response
-from tests.serving.server import image, save_tiny
-from tests.serving.test_service import PNG, asked, settings_for
+from tests.support.live_server import image, save_tiny
+from tests.support.service_in_process import PNG, asked, settings_for
 from torch import Tensor
 
 from vitrail import Preprocess

@@ -11,8 +11,8 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from tests.browser import chromium
-from tests.serving.page_visit import DESKTOP, PHONE, WAIT, Visit, image_file, service, some_bundle, visit
+from tests.support.browser import chromium
+from tests.support.page_visit import DESKTOP, PHONE, WAIT, Visit, image_file, service, some_bundle, visit
 
 import vitrail
 from vitrail import ViTConfig

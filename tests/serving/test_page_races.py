@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from tests.browser import chromium
-from tests.serving.page_visit import DESKTOP, WAIT, Visit, image_file, service, some_bundle, visit
+from tests.support.browser import chromium
+from tests.support.page_visit import DESKTOP, WAIT, Visit, image_file, service, some_bundle, visit
 
 from vitrail import ViTConfig
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.acceleration.tiny import bundle
-from tests.peers import relative_error
+from tests.support.peers import relative_error
+from tests.support.tiny_models import bundle
 
 from vitrail.acceleration.cuda.model import FastModel
 from vitrail.inference.features import FeatureRequest

@@ -7,7 +7,7 @@ from pathlib import Path
 import openvino
 import pytest
 import torch
-from tests.acceleration.tiny import bundle
+from tests.support.tiny_models import bundle
 from torch import Tensor
 
 from vitrail.acceleration.engine import open_engine

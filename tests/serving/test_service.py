@@ -3,14 +3,15 @@
 import asyncio
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from tests.serving.server import image, save_tiny
+from tests.support.live_server import image, save_tiny
+from tests.support.service_in_process import PNG, asked, settings_for
 
 from vitrail.data.sources.source import Pixels
 from vitrail.explanations.request import ExplanationRequest
@@ -21,33 +22,10 @@ from vitrail.serving.http_errors import HttpError
 from vitrail.serving.operations import Explain, Predict
 from vitrail.serving.settings import Settings, name_models
 
-PNG = {"content-type": "image/png"}
-
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("bundles") / "m")
-
-
-def asked(
-    settings: Settings, ask: Callable[[Service, httpx.AsyncClient], Awaitable[None]], *, start: bool = True
-) -> None:
-    """Start a service, run requests, and stop it."""
-
-    async def run() -> None:
-        service = Service(settings)
-        if start:
-            await service.start()
-        transport = httpx.ASGITransport(app=service.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
-            await ask(service, client)
-        await service.stop()
-
-    asyncio.run(run())
-
-
-def settings_for(bundle: Path, **changes: Any) -> Settings:
-    return Settings(models=name_models([str(bundle)]), device="cpu", **{"allow_hosts": ("service",), **changes})
 
 
 class Gate:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from tests.damaging import RECIPE, make_run, train_tiny
+from tests.support.corrupt_files import RECIPE, make_run, train_tiny
 
 from vitrail.__main__ import main
 from vitrail.errors import CheckpointError, ConfigError, DataError

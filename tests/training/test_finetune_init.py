@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.peers import scramble
+from tests.support.peers import scramble
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.preprocess import Preprocess

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.models.test_compile_export import KINDS
-from tests.models.test_compile_export import TINY as TINY_MODEL
-from tests.training.jobs import IMAGES, SMALL, job, train_two_steps
+from tests.support.memory_jobs import IMAGES, SMALL, job, train_two_steps
+from tests.support.tiny_models import BASIC_KINDS
+from tests.support.tiny_models import TINY as TINY_MODEL
 from torch.profiler import ProfilerActivity, profile
 
 from vitrail.data.sources.source import Arrays
@@ -111,10 +111,10 @@ def test_several_processes_share_the_images_and_add_up_gradients() -> None:
     assert (four.images, four.gradients) == (alone.images, 2 * alone.gradients)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BASIC_KINDS)
 def test_every_kind_of_model_has_a_forecast(kind: str) -> None:
     first = {"class_token": "first", "pool": "cls", "final_norm": "before_pool"}
-    assert forecast(job(model={**first, **TINY_MODEL, **KINDS[kind], "classes": 10}, batch=4)).in_flight > 0
+    assert forecast(job(model={**first, **TINY_MODEL, **BASIC_KINDS[kind], "classes": 10}, batch=4)).in_flight > 0
 
 
 def test_a_forecast_draws_nothing() -> None:

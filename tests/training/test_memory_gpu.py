@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.training.jobs import IMAGES, job, train_two_steps
+from tests.support.memory_jobs import IMAGES, job, train_two_steps
 
 from vitrail.errors import ConfigError
 from vitrail.runtime import Precision

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training.plain_loop import batches
+from tests.support.reference_training import batches
 
 from vitrail.training.pipelined_step import PipelinedStep
 from vitrail.training.step import PendingStep

@@ -176,7 +176,7 @@ def test_communication_between_ranks(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [*torchrun, "-m", "tests.training.two_processes", str(tmp_path)],
+        [*torchrun, "-m", "tests.support.two_ranks", str(tmp_path)],
         capture_output=True,
         text=True,
         check=False,

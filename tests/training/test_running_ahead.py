@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.training.plain_loop import batches, tiny
+from tests.support.reference_training import batches, tiny
 from torch import Tensor
 
 from vitrail.data.preprocess import Preprocess

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.training.plain_loop import batches, tiny
+from tests.support.reference_training import batches, tiny
 
 from vitrail.data.preprocess import Preprocess
 from vitrail.runtime import Processes

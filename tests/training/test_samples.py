@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from tests.reports.runs import CLASSES, images, tiny_run
+from tests.support.tiny_runs import CLASSES, images, tiny_run
 
 import vitrail
 from vitrail.data.sources.contents import digests_of, recorded_contents

@@ -1,4 +1,4 @@
-"""Training steps against a plain reference loop (`plain_loop.py`), to 1e-6 and mostly better.
+"""Training steps against a plain reference loop (`tests/support/reference_training.py`), to 1e-6 and mostly better.
 
 Both run in float64, so that rounding does not hide a wrong formula; pixels, shares and smoothing are chosen so that
 what ours does in float32, before the model and to the targets, is exact.
@@ -9,7 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.training.plain_loop import IMAGES, RATES, SIDE, Case, Reference, batches, reference, tiny
+from tests.support.reference_training import (
+    CASES,
+    EXACT,
+    IMAGES,
+    RATES,
+    SIDE,
+    Case,
+    Reference,
+    batches,
+    begin,
+    reference,
+    tiny,
+)
 from torch import Tensor, nn
 
 from vitrail.data.batches import Batch
@@ -17,16 +29,11 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.errors import Diverged
 from vitrail.models.vit import ViT
 from vitrail.runtime import Processes
-from vitrail.training.averaging import Average, Averaging
 from vitrail.training.distributed import Ranks
-from vitrail.training.objectives import Objective
-from vitrail.training.optimizers import Optimizer, freeze, make_optimizer
-from vitrail.training.recipe import Recipe
-from vitrail.training.state import Progress, Setting, State, load_state, save_state
+from vitrail.training.optimizers import freeze
+from vitrail.training.state import Setting, State, load_state, save_state
 from vitrail.training.step import Stepper, StepResult
 
-EXACT = Preprocess(size=(SIDE, SIDE), mean=(0.0,) * 3, std=(1 / 255,) * 3)
-"""Leaves the pixels unchanged."""
 CPU = torch.device("cpu")
 ALONE = Ranks(Processes(), CPU)
 
@@ -43,11 +50,6 @@ class Double(nn.Module):
         return found
 
 
-def begin(model: nn.Module, recipe: Recipe) -> State:
-    average = Average(model, recipe.averaging) if recipe.averaging.on else None
-    return State(model, make_optimizer(model, recipe.optimizer), average, Progress())
-
-
 def ours(model: ViT, case: Case, data: list[Batch]) -> tuple[State, list[StepResult]]:
     recipe = case.recipe()
     weights = None if case.weights is None else torch.tensor(case.weights, dtype=torch.float64)
@@ -57,38 +59,6 @@ def ours(model: ViT, case: Case, data: list[Batch]) -> tuple[State, list[StepRes
 
 
 # ── against the reference loop ──
-
-ADAMW = Optimizer(kind="adamw", lr=0.01, weight_decay=0.3, betas=(0.8, 0.95))
-SGD = Optimizer(kind="sgd", lr=0.01, weight_decay=0.1)
-CASES = {
-    "adamw": Case(ADAMW),
-    "adamw, layer by layer": Case(ADAMW.replace(layer_decay=0.5)),
-    "adam": Case(Optimizer(kind="adam", lr=0.01, weight_decay=0.1)),
-    "sgd": Case(SGD),
-    "sgd without momentum": Case(SGD.replace(momentum=0.0)),
-    "nesterov": Case(SGD.replace(nesterov=True, momentum=0.8)),
-    "clipped": Case(SGD.replace(max_grad_norm=0.5)),
-    "a limit that is not reached": Case(SGD.replace(max_grad_norm=1e6)),
-    "clipped adamw": Case(ADAMW.replace(max_grad_norm=0.5)),
-    "ema": Case(ADAMW, averaging=Averaging(kind="ema", decay=0.6)),
-    "ema with a warm-up and a start": Case(SGD, averaging=Averaging(kind="ema", decay=0.9, warmup=True, start=1)),
-    "polyak": Case(SGD, averaging=Averaging(kind="polyak", start=1)),
-    "mixup": Case(ADAMW, mixed="mixup"),
-    "cutmix": Case(ADAMW, mixed="cutmix"),
-    "mixup and cutmix, smoothed": Case(SGD, Objective(label_smoothing=0.125), mixed="both"),
-    "smoothing": Case(ADAMW, Objective(label_smoothing=0.25)),
-    "sigmoid": Case(ADAMW, Objective(loss="sigmoid")),
-    "sigmoid, smoothed, mixed": Case(SGD, Objective(loss="sigmoid", label_smoothing=0.125), mixed="both"),
-    "class weights": Case(SGD, weights=(2.0, 0.5, 0.0, 3.0)),
-    "class weights, sigmoid, mixed": Case(
-        SGD, Objective(loss="sigmoid"), mixed="mixup", weights=(2.0, 0.5, 0.0, 3.0)
-    ),
-    "everything": Case(
-        ADAMW.replace(max_grad_norm=0.1, layer_decay=0.7), Objective(label_smoothing=0.125),
-        Averaging(kind="ema", decay=0.8),
-        "both", 2, (2.0, 0.5, 0.25, 3.0),
-    ),
-}  # fmt: skip
 
 
 def assert_same(state: State, stepped: list[StepResult], expected: Reference, atol: float = 1e-9) -> None:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.training.plain_loop import batches, tiny
-from tests.training.test_step import CASES, EXACT, begin
+from tests.support.reference_training import CASES, EXACT, batches, begin, tiny
 
 from vitrail.acceleration.fused_training import FusedTraining
 from vitrail.errors import Diverged

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.acceleration.tiny import KINDS, bundle, pixels
-from tests.peers import relative_error
+from tests.support.peers import relative_error
+from tests.support.tiny_models import KINDS, bundle, pixels
 from torch import Tensor
 
 from vitrail.acceleration.cuda.calibration import MARGIN, calibrate

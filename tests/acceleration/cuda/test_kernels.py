@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.acceleration.tiny import KINDS, bundle, pixels
-from tests.peers import relative_error
+from tests.support.peers import relative_error
+from tests.support.tiny_models import KINDS, bundle, pixels
 from torch import Tensor
 
 from vitrail.acceleration.cuda import elementwise, encoder, gradients, matmul, model, short_attention

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tests.acceleration.tiny import bundle
-from tests.peers import relative_error
+from tests.support.peers import relative_error
+from tests.support.tiny_models import bundle
 from torch import Tensor
 
 from vitrail.acceleration.cuda import calibration, rounding

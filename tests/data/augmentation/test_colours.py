@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from tests.peers import import_peer
+from tests.support.peers import import_peer
 
 from vitrail.data.augmentation import colours
 

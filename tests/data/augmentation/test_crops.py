@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from scipy import stats
-from tests.peers import import_peer
+from tests.support.peers import import_peer
 
 from vitrail.data.augmentation.crops import (
     Box,

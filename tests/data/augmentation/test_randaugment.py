@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from scipy import stats
-from tests.peers import import_peer
+from tests.support.peers import import_peer
 
 from vitrail.data.augmentation import randaugment
 from vitrail.data.augmentation.draws import draws

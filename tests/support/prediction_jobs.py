@@ -1,8 +1,12 @@
-"""A tiny model and tiny images, for jobs with many rows."""
+"""For jobs with many rows: a tiny model, tiny images, and a reader of the output."""
 
+import csv
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import torch
 from PIL import Image
 
@@ -35,3 +39,25 @@ def tiny_images(folder: Path, count: int) -> list[Path]:
     for number, path in enumerate(paths):
         Image.fromarray(tiny_pixels(number)).save(path)
     return paths
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """Read an output of any format into the same rows."""
+    if file.suffix == ".parquet":
+        rows = pyarrow.parquet.read_table(file).to_pylist()
+        return [{**row, "probabilities": [float(f"{p:.6g}") for p in row["probabilities"]]} for row in rows]
+    if file.suffix == ".jsonl":
+        return [json.loads(line) for line in file.read_text().splitlines()]
+    with open(file, newline="", encoding="utf-8", errors="surrogateescape") as lines:
+        return [_from_csv(row) for row in csv.DictReader(lines)]
+
+
+def _from_csv(row: dict[str, str]) -> dict[str, Any]:
+    places = [place for place in range(1, 4) if row[f"class_{place}"]]
+    return {
+        "number": int(row["number"]),
+        "path": row["path"],
+        "error": row["error"] or None,
+        "classes": [row[f"class_{place}"] for place in places],
+        "probabilities": [float(row[f"probability_{place}"]) for place in places],
+    }

@@ -4,13 +4,18 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
-from tests.peers import scramble
+from PIL import Image
+from tests.support.peers import scramble
 from torch import Tensor
 
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.data.preprocess import Preprocess
 from vitrail.models.config import ResNet, ViTConfig
 from vitrail.models.vit import ViT
 
+NAMES = ("cat", "dog", "fox", "hen", "owl")
 SMALL: dict[str, Any] = {
     "image_size": (12, 20), "patch_size": 4, "width": 24, "depth": 3, "heads": 3, "classes": 5, "norm_eps": 1e-5
 }  # fmt: skip
@@ -41,6 +46,18 @@ def build(name: str, **changes: Any) -> ViT:
 
 def images(config: ViTConfig, count: int = 2) -> Tensor:
     return torch.randn(count, config.channels, *config.image_size, generator=torch.Generator().manual_seed(5))
+
+
+def bundle(name: str = "class first", names: tuple[str, ...] | None = NAMES, **changes: Any) -> Bundle:
+    model = build(name, **changes)
+    channels = model.config.channels
+    half = (0.5,) * channels
+    preprocess = Preprocess(size=model.config.image_size, resize="cover", channels=channels, mean=half, std=half)
+    return Bundle(model, preprocess, names if model.config.classes else None)
+
+
+def noise(height: int = 30, width: int = 31, seed: int = 0) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.damaging import CASES, check
+from tests.support.corrupt_files import CASES, check
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.slow])

@@ -1,20 +1,33 @@
-"""Tiny models of every kind, images for them, and the command line without a new process."""
+"""Tiny models of every kind, and images for them."""
 
-import sys
-from typing import Any, NamedTuple
+from typing import Any
 
-import pytest
 import torch
-from tests.models.test_compile_export import KINDS as MODELS
-from tests.models.test_compile_export import TINY
-from tests.peers import scramble
+from tests.support.peers import scramble
 from torch import Tensor
 
-import vitrail.__main__
 from vitrail import Bundle, Preprocess, ViT, ViTConfig
 
+TINY: dict[str, Any] = {"image_size": (16, 32), "patch_size": 8, "width": 24, "depth": 2, "heads": 3, "classes": 5}
+BASIC_KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "linear": {"stem": "linear", "class_token": "last"},
+    "linear_norm": {"stem": "linear_norm", "qkv_bias": False},
+    "conv_stem": {"stem": "conv_stem", "norm_order": "post"},
+    "resnet": {"stem": "resnet", "resnet": {"depths": (1, 1), "width_factor": 0.5}},
+    "rope": {"position": "rope_2d", "registers": 2, "qk_norm": True},
+    "relative": {"position": "relative", "activation": "swiglu"},
+    "every_block": {"position_at": "every_block", "position_covers": "class", "registers": 1},
+    "learned_2d": {"position": "learned_2d", "position_at": "shared"},
+    "sincos": {"position": "sincos_2d", "pool": "map", "layer_scale": 0.1},
+    "distilled": {"distillation_token": True, "representation": 7},
+    "every_rate": dict.fromkeys(
+        ("embed_dropout", "attention_dropout", "proj_dropout", "mlp_dropout", "stochastic_depth", "patch_dropout"), 0.2
+    ),
+}
+"""Every stem, token and position type, and every kind of dropout."""
 KINDS: dict[str, dict[str, Any]] = {
-    **MODELS,
+    **BASIC_KINDS,
     "no_position": {"position": "none", "activation": "quick_gelu", "norm_before_blocks": True},
     "mean_of_all": {"pool": "mean", "pool_over": "all", "final_norm": "after_pool", "class_token": "none"},
     "every_token": {"pool": "none", "activation": "gelu_tanh"},
@@ -45,21 +58,3 @@ def eager(made: Bundle, images: Tensor) -> Tensor:
     """Return the model's output in float32."""
     answers: Tensor = made.model(made.preprocess.normalise(images))
     return answers
-
-
-class CommandOutput(NamedTuple):
-    """The output of a command."""
-
-    code: int
-    out: str
-    err: str
-
-
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: object) -> CommandOutput:
-    """Run a CLI command in this process, which has already imported torch."""
-    monkeypatch.setattr(sys, "argv", ["vitrail", *map(str, words)])
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as left:
-        vitrail.__main__.main()
-    said = capsys.readouterr()
-    return CommandOutput(int(left.value.code or 0), said.out, said.err)

@@ -9,12 +9,14 @@ from torch import Tensor, nn
 
 from vitrail.data.augmentation.mixing import Mixing
 from vitrail.data.batches import Batch
+from vitrail.data.preprocess import Preprocess
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
-from vitrail.training.averaging import Averaging
+from vitrail.training.averaging import Average, Averaging
 from vitrail.training.objectives import Objective
-from vitrail.training.optimizers import Optimizer
+from vitrail.training.optimizers import Optimizer, make_optimizer
 from vitrail.training.recipe import Recipe
+from vitrail.training.state import Progress, State
 
 IMAGES, CLASSES, SIDE = 8, 4, 8
 RATES = (0.01, 0.02, 0.005, 0.01)
@@ -64,6 +66,39 @@ class Case(NamedTuple):
             optimizer=self.optimizer, objective=self.objective, averaging=self.averaging, mixing=mixing,
             gradient_accumulation=self.gradient_accumulation,
         )  # fmt: skip
+
+
+ADAMW = Optimizer(kind="adamw", lr=0.01, weight_decay=0.3, betas=(0.8, 0.95))
+SGD = Optimizer(kind="sgd", lr=0.01, weight_decay=0.1)
+CASES = {
+    "adamw": Case(ADAMW),
+    "adamw, layer by layer": Case(ADAMW.replace(layer_decay=0.5)),
+    "adam": Case(Optimizer(kind="adam", lr=0.01, weight_decay=0.1)),
+    "sgd": Case(SGD),
+    "sgd without momentum": Case(SGD.replace(momentum=0.0)),
+    "nesterov": Case(SGD.replace(nesterov=True, momentum=0.8)),
+    "clipped": Case(SGD.replace(max_grad_norm=0.5)),
+    "a limit that is not reached": Case(SGD.replace(max_grad_norm=1e6)),
+    "clipped adamw": Case(ADAMW.replace(max_grad_norm=0.5)),
+    "ema": Case(ADAMW, averaging=Averaging(kind="ema", decay=0.6)),
+    "ema with a warm-up and a start": Case(SGD, averaging=Averaging(kind="ema", decay=0.9, warmup=True, start=1)),
+    "polyak": Case(SGD, averaging=Averaging(kind="polyak", start=1)),
+    "mixup": Case(ADAMW, mixed="mixup"),
+    "cutmix": Case(ADAMW, mixed="cutmix"),
+    "mixup and cutmix, smoothed": Case(SGD, Objective(label_smoothing=0.125), mixed="both"),
+    "smoothing": Case(ADAMW, Objective(label_smoothing=0.25)),
+    "sigmoid": Case(ADAMW, Objective(loss="sigmoid")),
+    "sigmoid, smoothed, mixed": Case(SGD, Objective(loss="sigmoid", label_smoothing=0.125), mixed="both"),
+    "class weights": Case(SGD, weights=(2.0, 0.5, 0.0, 3.0)),
+    "class weights, sigmoid, mixed": Case(
+        SGD, Objective(loss="sigmoid"), mixed="mixup", weights=(2.0, 0.5, 0.0, 3.0)
+    ),
+    "everything": Case(
+        ADAMW.replace(max_grad_norm=0.1, layer_decay=0.7), Objective(label_smoothing=0.125),
+        Averaging(kind="ema", decay=0.8),
+        "both", 2, (2.0, 0.5, 0.25, 3.0),
+    ),
+}  # fmt: skip
 
 
 # ── the reference ──
@@ -169,3 +204,14 @@ def averaged(config: Averaging, average: Tensor, weight: Tensor, t: int) -> Tens
         return average * (n - 1) / n + weight / n
     kept = min(config.decay, (1 + t - config.start) / (10 + t - config.start)) if config.warmup else config.decay
     return kept * average + (1 - kept) * weight
+
+
+# ── ours ──
+
+EXACT = Preprocess(size=(SIDE, SIDE), mean=(0.0,) * 3, std=(1 / 255,) * 3)
+"""Leaves the pixels unchanged."""
+
+
+def begin(model: nn.Module, recipe: Recipe) -> State:
+    average = Average(model, recipe.averaging) if recipe.averaging.on else None
+    return State(model, make_optimizer(model, recipe.optimizer), average, Progress())

@@ -1,4 +1,4 @@
-"""Runs a predict job that is killed repeatedly and resumes each time: `python -m tests.inference.killing …`.
+"""Runs a predict job that is killed repeatedly and resumes each time: `python -m tests.support.kill_and_resume …`.
 
 The killer is a separate process that imports everything once and forks every run. It kills a run when its output has
 grown past a random size, after a random delay.

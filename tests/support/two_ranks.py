@@ -1,6 +1,8 @@
 """Started twice by torchrun: each rank checks what it receives from the other.
 
-python -m torch.distributed.run --nproc-per-node 2 two_processes.py FOLDER, where FOLDER/data has splits and bad images
+python -m torch.distributed.run --nproc-per-node 2 -m tests.support.two_ranks FOLDER
+
+FOLDER/data has splits and bad images.
 """
 
 import json
@@ -12,7 +14,7 @@ import time
 from pathlib import Path
 
 import torch
-from tests.training.plain_loop import batches, tiny
+from tests.support.reference_training import batches, tiny
 
 from vitrail.data.batches import Batch
 from vitrail.data.preprocess import Preprocess
