@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrail.acceleration.cuda.attention import for_training
-from vitrail.acceleration.cuda.gelu_matmul import can_multiply, gelu_matmul
 from vitrail.acceleration.cuda.gradients import gelu_gradient, joined_gradient
 from vitrail.acceleration.cuda.short_attention import can_attend, is_short, short_attention, short_attention_gradient
 from vitrail.acceleration.fused_training import FusedTraining, _MixedNorm, _MixedSum, can_checkpoint, can_fuse
@@ -394,45 +393,6 @@ def test_the_derivative_of_gelu() -> None:
     far = torch.tensor([[-300.0, 300.0, float("nan")]])
     assert torch.allclose(gelu_gradient(torch.ones_like(far), far)[0][:, :2], torch.tensor([[0.0, 1.0]]), atol=1e-3)
     assert gelu_gradient(torch.ones_like(far), far)[0][:, 2].isnan().all()
-
-
-def test_a_matmul_with_gelu() -> None:
-    x, weight, bias = torch.randn(5, 8), torch.randn(6, 8), torch.randn(6)
-    hidden, made = gelu_matmul(x, weight.t().contiguous().t(), bias)
-    assert torch.allclose(made, F.linear(x, weight, bias))
-    assert torch.allclose(hidden, F.gelu(made))
-    torch.library.opcheck(gelu_matmul, (x, weight, bias))
-
-
-class OnAGpu(Tensor):
-    """A tensor that claims to be on a GPU, for checks that do not compute."""
-
-    is_cuda = True
-
-    def get_device(self) -> int:
-        """Return the GPU index."""
-        return 0
-
-
-def test_which_matmuls_use_cublaslt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only those whose memory layout fits: it gets addresses and checks nothing."""
-    monkeypatch.setattr("vitrail.acceleration.cuda.gelu_matmul._library", lambda: "there")
-    monkeypatch.setattr("vitrail.acceleration.cuda.gelu_matmul._plan", lambda *_: "there")
-
-    def asked(x: tuple[int, ...], weight: tuple[int, ...], bias: tuple[int, ...], *dtypes: torch.dtype) -> bool:
-        given = zip((x, weight, bias), (*dtypes, *[torch.bfloat16] * 3), strict=False)
-        made = [torch.zeros(size, dtype=dtype) for size, dtype in given]
-        return can_multiply(made[0].as_subclass(OnAGpu), *made[1:])
-
-    assert asked((5, 16), (8, 16), (8,))
-    assert not asked((0, 16), (8, 16), (8,))
-    assert not asked((5, 12), (8, 12), (8,))
-    assert not asked((5, 16), (12, 16), (12,))
-    assert not asked((5, 16), (8, 24), (8,))
-    assert not asked((5, 16), (8, 16), (1,))
-    assert not asked((5, 16), (8, 16), (8,), torch.float32)
-    assert not asked((5, 16), (8, 16), (8,), torch.bfloat16, torch.float32)
-    assert not asked((5, 16), (8, 16), (8,), torch.bfloat16, torch.bfloat16, torch.float32)
 
 
 def test_concatenated_gradients() -> None:

@@ -2,14 +2,13 @@
 
     W·(γ·x̂ + β) + b  =  (W·γ)·x̂ + (W·β + b)
 
-A A A norm's γ and β are folded into the following matrix in each step. Their gradients then come from that matrix's
+A norm's γ and β are folded into the following matrix in each step. Their gradients then come from that matrix's
 gradient, instead of a sum over all tokens. If the head reads a single token, the last block computes keys and values of
 all tokens, but everything else for that token only: the other tokens do not affect the loss. All gradients stay the
 same, up to rounding. Patches are projected by a matmul, which is several times faster than a convolution on a GPU. In
-bf16, bias gradients are summed in the kernel that writes the gradient. There GELU is cuBLASLt's tanh approximation, and
-its derivative in the backward pass is a polynomial close to that of the exact GELU, within 9e-4 of the tanh form's.
-The residual stream is float32, as under autocast: rounding it to bf16 in every block doubled the gradient error
-(benchmarks/lab-gpu.md).
+bf16, bias gradients are summed in the kernel that writes the gradient, and GELU's derivative is a polynomial, within
+2e-4 of the exact one. The residual stream is float32, as under autocast: rounding it to bf16 in every block doubled the
+gradient error (benchmarks/lab-gpu.md).
 """
 
 from collections.abc import Callable
@@ -22,7 +21,6 @@ from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from vitrail.acceleration.cuda.attention import for_training
-from vitrail.acceleration.cuda.gelu_matmul import gelu_matmul
 from vitrail.acceleration.cuda.gradients import gelu_gradient, joined_gradient
 from vitrail.acceleration.cuda.short_attention import can_attend, is_short, short_attention, short_attention_gradient
 from vitrail.acceleration.onednn import pooled_token
@@ -270,9 +268,9 @@ class _Hidden(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        hidden, pre_activation = gelu_matmul(x.flatten(0, 1), weight, bias.to(x.dtype))
+        pre_activation = torch.addmm(bias.to(x.dtype), x.flatten(0, 1), weight.t())
         ctx.save_for_backward(x, weight, pre_activation)
-        return cast("Tensor", hidden.view(*x.shape[:2], weight.shape[0]))
+        return F.gelu(pre_activation).view(*x.shape[:2], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:

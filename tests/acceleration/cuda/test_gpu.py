@@ -13,7 +13,6 @@ from vitrail import Bundle, Preprocess, ViT, ViTConfig
 from vitrail.acceleration.cuda.calibration import calibrate
 from vitrail.acceleration.cuda.elementwise import to_fp8
 from vitrail.acceleration.cuda.encoder import MATMULS, EncoderPrecision
-from vitrail.acceleration.cuda.gelu_matmul import can_multiply, gelu_matmul
 from vitrail.acceleration.cuda.merging import Merging
 from vitrail.acceleration.cuda.model import FastModel
 from vitrail.acceleration.cuda.rounding import observe, round_correlated
@@ -207,26 +206,3 @@ def test_graphs_are_bit_identical_in_fp8(batch: int) -> None:
     plain, captured = (vitrail.accelerate(model, "fp8", calibration=images, graphs=graphs) for graphs in (False, True))
     for given_images in (images, images.flip(0)):
         assert torch.equal(captured(given_images), plain(given_images))
-
-
-# ── training ──
-
-
-@pytest.mark.parametrize("rows", [1, 197, 4096])
-def test_a_matmul_with_gelu(rows: int) -> None:
-    x, weight, bias = (torch.randn(*size, device="cuda").bfloat16() for size in ((rows, 128), (256, 128), (256,)))
-    assert can_multiply(x, weight, bias)
-    hidden, made = gelu_matmul(x, weight, bias)
-    wide = x.double() @ weight.double().t() + bias.double()
-    assert error(made, wide.cpu()) < 2**-8
-    tanh = torch.nn.functional.gelu(made.double(), approximate="tanh")
-    assert error(hidden, tanh.cpu()) < 2**-8
-    assert all(map(torch.equal, gelu_matmul(x, weight, bias), (hidden, made)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_matmul_with_gelu_without_cublaslt(dtype: torch.dtype) -> None:
-    x, weight, bias = (torch.randn(*size, device="cuda", dtype=dtype) for size in ((5, 12), (20, 12), (20,)))
-    assert not can_multiply(x, weight, bias)
-    hidden, made = gelu_matmul(x, weight, bias)
-    assert torch.equal(hidden, torch.nn.functional.gelu(made))
