@@ -55,7 +55,7 @@ def check(
         typer.Option(
             min=1,
             max=4096,
-            help="Image size of the model, in pixels; for the speed and for warnings about small images.",
+            help="Image size of your model, to measure the speed and to find images that are too small.",
         ),
     ] = 224,
 ) -> None:

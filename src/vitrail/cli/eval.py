@@ -33,7 +33,8 @@ def eval(
     split: Annotated[
         str | None,
         typer.Option(
-            help="Split: test, val, train or all. By default the test split; all images if there are no splits."
+            help="Split: test, val, train or all. By default the test split, else the validation split, else "
+            "all images."
         ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 64,
@@ -51,7 +52,7 @@ def eval(
     every_class: Annotated[bool, typer.Option("--all", help="List every class, not only the weakest ones.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Evaluate a model on labelled images: accuracy, per-class metrics, confusions, calibration, worst mistakes."""
+    """Evaluate a model on labelled images: accuracy, per-class metrics, confusions, calibration, confident mistakes."""
     from vitrail.data.sources.selection import choose_images, recorded_split
     from vitrail.evaluation import evaluate_chosen
     from vitrail.runtime import autocast, choose_device

@@ -41,7 +41,10 @@ def figures(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write to.")] = Path("figures"),
     only: Annotated[
         list[str] | None,
-        typer.Option(help="Figure to draw: filters, positions, distance or rollout. Can be repeated; by default all."),
+        typer.Option(
+            help="Figure to draw: filters, positions, distance or rollout. Can be repeated; by default all, "
+            "or without images the first two."
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:1 or mps.")] = "auto",
     override: Overrides = None,

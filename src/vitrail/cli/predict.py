@@ -57,7 +57,8 @@ def predict(
         typer.Option("--null", "-0", help="Paths on stdin are separated by NUL bytes, as find -print0 writes them."),
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Resume an interrupted command; without one, start from the beginning.")
+        bool,
+        typer.Option("--resume", help="Resume an interrupted command; if there is none, start from the beginning."),
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no summary on stderr.")] = False,

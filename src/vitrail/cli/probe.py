@@ -38,7 +38,9 @@ def probe(
     seeds: Annotated[int, typer.Option(min=1, help="How many times fewshot draws its examples.")] = 3,
     k: Annotated[
         str | None,
-        typer.Option("--k", help="Number of neighbours for knn; several are separated by commas. By default 20."),
+        typer.Option(
+            "--k", help="Number of neighbours for knn, or several numbers separated by commas; by default 20."
+        ),
     ] = None,
     split: Annotated[str, typer.Option(help="Split to evaluate on: test or val.")] = "test",
     layer: Annotated[

@@ -12,7 +12,10 @@ def report(
     run: Annotated[Path, typer.Argument(help="Run folder, as printed by vitrail train.")],
     other: Annotated[Path | None, typer.Argument(help="Second run folder, to compare with the first.")] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="File to write; by default report.html in the first run folder.")
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="File to write; by default report.html in RUN, or report-and-OTHER.html for two runs."
+        ),
     ] = None,
 ) -> None:
     """Write the report of a run, or a comparison of two runs, as one self-contained HTML file.

@@ -47,7 +47,7 @@ def serve(
     ] = "auto",
     engine: Annotated[str, typer.Option(help="Engine: torch, onnx or openvino.", envvar=f"{_ENV}ENGINE")] = "torch",
     precision: Annotated[
-        str, typer.Option(help="Precision of /v1/predict: float32, bf16, fp16 or auto.", envvar=f"{_ENV}PRECISION")
+        str, typer.Option(help="Precision: float32, bf16, fp16 or auto.", envvar=f"{_ENV}PRECISION")
     ] = "auto",
     batch: Annotated[int, typer.Option(help="Maximum batch size.", envvar=f"{_ENV}BATCH")] = 32,
     wait: Annotated[
