@@ -1,9 +1,9 @@
-"""Vitrail: the Vision Transformer, usable from end to end.
+"""Vitrail: train, evaluate, explain, convert and deploy Vision Transformers.
 
 >>> import vitrail
 >>> model = vitrail.create("Ti/16", classes=10)
 
-The names below are imported when first used, so that `import vitrail` itself costs nothing.
+Each name is imported on first use, so `import vitrail` is fast.
 """
 
 import importlib

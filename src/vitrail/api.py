@@ -1,4 +1,4 @@
-"""The public functions of `import vitrail`."""
+"""The public functions: `vitrail.create`, `vitrail.train`, `vitrail.evaluate` and so on."""
 
 import os
 import sys
@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 LARGE = 150_000_000
-"""Above this many parameters, `describe` works on the meta device, because initialising the weights takes long."""
+"""Above this many parameters, `describe` only infers shapes (meta device): initialising the weights would be slow."""
 
 
 def create(
@@ -73,10 +73,11 @@ def create(
     channels: int | None = None,
     **unknown: Never,
 ) -> ViT:
-    """Build a new model: `create("B/16")`, `create("vit_small_patch16_224", classes=10)`, or from a `ViTConfig`.
+    """Build a new model with random weights, from a name or a `ViTConfig`.
 
-    The arguments are the most common fields. Change any other field in the config:
-    `create(variant_config("B/16").replace(pool="mean"))`.
+    `name` is a paper's name ("B/16") or timm's ("vit_small_patch16_224"); `vitrail models` lists them. The other
+    arguments change the most common fields of the config. To change another field, pass a config:
+    `create(variant_config("B/16").replace(pool="mean"))`. To open a pretrained model, use `load`.
     """
     for argument in unknown:
         raise _unknown_of_model(argument, unknown[argument])
@@ -99,12 +100,14 @@ def train(
     evaluate_on: Literal["test", "val"] = "test",
     **unknown: Never,
 ) -> Run:
-    """Train an image classifier, or resume an interrupted run: the same call finds the same folder.
+    """Train or fine-tune an image classifier, evaluate it on the test split, and write a report.
 
-    `recipe` is a built-in recipe's name, a TOML file or a `Recipe`; `changes` edit it, such as "optimizer.lr=3e-4".
-    `pretrained` is the model to fine-tune; `overrides` and `keys` describe its file, as in `load`.
-    `evaluate_on="val"` does not touch the test split while you tune settings. Call again without it to evaluate on the
-    test split and write the report.
+    The same call resumes an interrupted run, because the same data and recipe give the same `folder`.
+
+    `recipe` is the name of a built-in recipe, the path of a TOML file, or a `Recipe`. `changes` change its settings,
+    such as `["optimizer.lr=3e-4", "epochs=50"]`. `pretrained` is the model to fine-tune; `overrides` and `keys`
+    describe its checkpoint, as in `load`. While you tune settings, pass `evaluate_on="val"` to leave the test split
+    untouched; call `train` again without it to evaluate on the test split and write the report.
     """
     for argument in unknown:
         raise unknown_setting(train, argument, unknown[argument])
@@ -131,11 +134,11 @@ def evaluate(
     batch: int = 64,
     workers: int | None = None,
 ) -> Evaluation:
-    """Evaluate a model on labelled images: `vitrail eval` from Python. Returns the same type as `Run.metrics`.
+    """Evaluate a model on labelled images. Returns the same type as `Run.metrics`.
 
-    By default it takes the test split of the data, else its validation split; for a model from `train`, the split that
-    its run held out; else all images. `summary` says which split it was, and whether the model was trained on it.
-    `by_number` matches classes by index instead of by name. Images that cannot be read are listed in `bad`.
+    By default it uses the test split that the data defines, or its validation split. If the data defines neither, it
+    uses the test split of the model's run, or else all images. `summary` says which split it was, and whether the model
+    was trained on it. `by_number` matches classes by index instead of by name. `bad` lists unreadable images.
     """
     autocast(choose_device(device), precision)  # fail early on a wrong device or precision
     bundle = ready_bundle(model)
@@ -153,17 +156,17 @@ def evaluate(
 
 
 class Description(NamedTuple):
-    """The size of a model and its intermediate shapes."""
+    """The config of a model, its cost, and the shape of each intermediate tensor."""
 
     config: ViTConfig
     cost: Cost
     stages: list[Stage]
     computed: bool
-    """Whether the model was run on an image; if not, only the shapes were inferred."""
+    """Whether the model ran on an image. For large models, only the shapes are inferred."""
 
 
 def describe(name: str | ViTConfig) -> Description:
-    """Run a new model on a synthetic image, and return the tensor after every stage."""
+    """Return the parameters, FLOPs and intermediate shapes of a model, by running a new one on a synthetic image."""
     config = _config(name)
     spent = cost(config)
     computed = spent.parameters <= LARGE

@@ -1,1 +1,1 @@
-"""The command line: one file per command. A command parses its options, calls a public function and prints."""
+"""The command line: one module per command. A command parses its options, calls the library and prints the result."""

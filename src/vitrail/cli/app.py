@@ -1,4 +1,4 @@
-"""The list of commands. Nothing here imports torch, so that `--help` is fast."""
+"""The `vitrail` command and its subcommands. No module here imports torch at import time, so `--help` is fast."""
 
 from typing import Annotated
 
@@ -24,7 +24,8 @@ from vitrail.cli.train import train
 
 app = typer.Typer(
     name="vitrail",
-    help="Vision Transformers: train, evaluate and deploy them; check data; open, convert and export checkpoints.",
+    help="Train, evaluate, explain and deploy Vision Transformers; check data; inspect, convert and export "
+    "checkpoints.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -16,23 +16,31 @@ Word = TypeVar("Word")
 
 
 def bench(
-    bundle: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
+    bundle: Annotated[
+        str,
+        typer.Argument(
+            help="The model: a bundle, a folder or weight file of another library, hf:org/name or timm:name.tag."
+        ),
+    ],
     engine: Annotated[
-        list[str] | None, typer.Option(help="torch, onnx or openvino; may be repeated. By default all.")
+        list[str] | None, typer.Option(help="Engine: torch, onnx or openvino. Can be repeated; by default all.")
     ] = None,
     precision: Annotated[
-        list[str] | None, typer.Option(help="float32, bf16 or fp16; may be repeated. By default all that apply.")
+        list[str] | None,
+        typer.Option(
+            help="Precision: float32, bf16 or fp16. Can be repeated; by default all that the engine supports."
+        ),
     ] = None,
     batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="Batch size; may be repeated. By default 1, 4, 16 and 64.")
+        list[int] | None, typer.Option(min=1, help="Batch size. Can be repeated; by default 1, 4, 16 and 64.")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.01, max=3600, help="Time per row of the table.")] = 2.0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
+    seconds: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds to measure per row of the table.")] = 2.0,
+    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:1 or mps.")] = "auto",
     override: Overrides = None,
     keys: Keys = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Measure images/s and latency of every engine, precision and batch size on this machine."""
+    """Measure the throughput and latency of a model on this machine, per engine, precision and batch size."""
     from vitrail.acceleration.bench import BATCHES, run_benchmark
     from vitrail.acceleration.engine import Kind
     from vitrail.runtime import Precision, choose_device

@@ -29,19 +29,37 @@ HELP = {
 
 def check(
     data: Annotated[
-        str, typer.Argument(help="A folder, a manifest (.csv, .tsv, .jsonl, .parquet), tar shards, or digits.")
+        str,
+        typer.Argument(help="The images: a folder, a manifest (.csv, .tsv, .jsonl, .parquet), tar shards, or digits."),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
-    sheet: Annotated[Path | None, typer.Option(help="Write a contact sheet, a PNG with images of each class.")] = None,
+    sheet: Annotated[
+        Path | None, typer.Option(help="Write a contact sheet to this PNG file: a few images per class.")
+    ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=0, help="Decoder processes; 0 decodes in this process. By default one per core.")
+        int | None,
+        typer.Option(
+            min=0, help="Number of decoder processes; 0 decodes in the main process. By default one per core."
+        ),
     ] = None,
     images_per_second: Annotated[
-        float | None, typer.Option(min=0.001, max=1e9, help="The images/s that your device trains.")
+        float | None,
+        typer.Option(
+            min=0.001,
+            max=1e9,
+            help="Training speed of your device, in images/s; check reports how many workers it needs.",
+        ),
     ] = None,
-    size: Annotated[int, typer.Option(min=1, max=4096, help="The image size of the model.")] = 224,
+    size: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=4096,
+            help="Image size of your model, to measure the speed and to find images that are too small.",
+        ),
+    ] = 224,
 ) -> None:
-    """Decode every image; list all errors, duplicates and outliers; measure how fast the images load."""
+    """Find unreadable files, duplicates, class imbalance and outliers in a dataset, and measure how fast it loads."""
     from vitrail.data.batches import default_workers
     from vitrail.data.checking.check import check_data, open_to_check
     from vitrail.data.checking.speed import available_cores, measure_speed

@@ -10,38 +10,43 @@ from vitrail.cli.terminal import echo
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
-    target: Annotated[Path, typer.Argument(help="The folder or file to write.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="The model: a bundle, a folder or weight file of another library, hf:org/name or timm:name.tag."
+        ),
+    ],
+    target: Annotated[Path, typer.Argument(help="Folder or file to write.")],
     to: Annotated[
         str,
         typer.Option(
-            help="bundle, google, timm, torchvision, transformers, "
-            "lucidrains, dinov2, dinov2-transformers, timm-rope, or own (by --keys)."
+            help="Format: bundle, google, timm, torchvision, transformers, "
+            "lucidrains, dinov2, dinov2-transformers, timm-rope, or own (your tensor names; needs --keys)."
         ),
     ] = "bundle",
     override: Overrides = None,
     keys: Annotated[
         Path | None,
-        typer.Option(help="A key table (TOML) for a custom ViT: for the source, or with --to own for the target."),
+        typer.Option(help="Key table (TOML) of a custom ViT. It describes the source, or with --to own the target."),
     ] = None,
-    classes: Annotated[int | None, typer.Option(help="Replace the head with a new one for this many classes.")] = None,
+    classes: Annotated[int | None, typer.Option(help="Replace the head by a new one with this many classes.")] = None,
     image_size: Annotated[
-        str | None, typer.Option(help="Resize to another image size: 384, or 192x384 (height first).")
+        str | None, typer.Option(help="Change the image size: 384, or 192x384 (height first).")
     ] = None,
-    patch_size: Annotated[str | None, typer.Option(help="Resize to another patch size: 8, or 8x16.")] = None,
+    patch_size: Annotated[str | None, typer.Option(help="Change the patch size: 8, or 8x16 (height first).")] = None,
     channels: Annotated[int | None, typer.Option(help="Change the number of input channels.")] = None,
     position: Annotated[
-        str, typer.Option(help="How to resample position embeddings: google, timm, torchvision, transformers, dinov2.")
+        str, typer.Option(help="Resampling of position embeddings: google, timm, torchvision, transformers or dinov2.")
     ] = "timm",
     dtype: Annotated[
-        str, typer.Option(help="The dtype to write: float32, bf16, fp16, float64, or keep (the source's).")
+        str, typer.Option(help="dtype to write: float32, bf16, fp16, float64, or keep (that of the source).")
     ] = "keep",
     approximate: Annotated[
-        bool, typer.Option("--approximate", help="Allow a target whose outputs differ slightly.")
+        bool, typer.Option("--approximate", help="Allow a target format that changes the outputs slightly.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the target if it exists.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing target.")] = False,
 ) -> None:
-    """Convert a checkpoint to another format, open the result again, and compare the logits."""
+    """Convert a checkpoint to another format, and verify that the logits stay the same."""
     from vitrail.checkpoints.adapt import adapt
     from vitrail.checkpoints.convert import check_format
     from vitrail.checkpoints.convert import convert as run

@@ -15,30 +15,43 @@ LISTED = 10
 
 
 def embed(
-    bundle: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
-    data: Annotated[str, typer.Argument(help="A folder, a manifest (.csv, .jsonl, .parquet), tar shards, or digits.")],
+    bundle: Annotated[
+        str,
+        typer.Argument(
+            help="The model: a bundle, a folder or weight file of another library, hf:org/name or timm:name.tag."
+        ),
+    ],
+    data: Annotated[
+        str,
+        typer.Argument(help="The images: a folder, a manifest (.csv, .tsv, .jsonl, .parquet), tar shards, or digits."),
+    ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The file to write: .parquet, .npy or .safetensors.")
+        Path, typer.Option("--output", "-o", help="File to write: .parquet, .npy or .safetensors.")
     ] = Path("features.parquet"),
     tokens: Annotated[
-        str, typer.Option(help="pooled (the input of the head), class, patches or registers.")
+        str, typer.Option(help="Tokens to write: pooled (the input of the head), class, patches or registers.")
     ] = "pooled",
-    layer: Annotated[int | None, typer.Option(help="The layer, from 0; -1 is the last (default).")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="The layer's output tokens, without the final norm.")] = False,
-    normalise: Annotated[bool, typer.Option("--normalise", help="L2-normalise every vector.")] = False,
-    dtype: Annotated[str, typer.Option(help="The dtype of the output: float32 or float16.")] = "float32",
-    split: Annotated[str, typer.Option(help="all, train, val or test.")] = "all",
+    layer: Annotated[
+        int | None, typer.Option(help="Layer, counted from 0; -1 is the last. By default the last.")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Write the tokens without the final norm.")] = False,
+    normalise: Annotated[bool, typer.Option("--normalise", help="Scale every vector to unit length (L2).")] = False,
+    dtype: Annotated[str, typer.Option(help="dtype of the output: float32 or float16.")] = "float32",
+    split: Annotated[str, typer.Option(help="Split: all, train, val or test.")] = "all",
     batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 64,
     workers: Annotated[
-        int | None, typer.Option(min=0, help="Decoder processes; 0 decodes in this process. By default one per core.")
+        int | None,
+        typer.Option(
+            min=0, help="Number of decoder processes; 0 decodes in the main process. By default one per core."
+        ),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
-    precision: Annotated[str, typer.Option(help="float32, bf16 or fp16.")] = "float32",
+    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:1 or mps.")] = "auto",
+    precision: Annotated[str, typer.Option(help="Precision: float32, bf16 or fp16.")] = "float32",
     override: Overrides = None,
     keys: Keys = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
 ) -> None:
-    """Write image features to a file: pooled vectors or tokens of any layer, one row per image."""
+    """Write the features of images to a file: pooled vectors or tokens of any layer, one row per image."""
     from vitrail.inference.embed import check_output, embed_source
     from vitrail.inference.feature_files import check_dtype
     from vitrail.inference.features import ComputeOptions, FeatureRequest

@@ -20,25 +20,39 @@ LISTED = 10
 
 
 def eval(
-    bundle: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
-    data: Annotated[str, typer.Argument(help="A folder, a manifest (.csv, .jsonl, .parquet), tar shards, or digits.")],
+    bundle: Annotated[
+        str,
+        typer.Argument(
+            help="The model: a bundle, a folder or weight file of another library, hf:org/name or timm:name.tag."
+        ),
+    ],
+    data: Annotated[
+        str,
+        typer.Argument(help="The images: a folder, a manifest (.csv, .tsv, .jsonl, .parquet), tar shards, or digits."),
+    ],
     split: Annotated[
         str | None,
-        typer.Option(help="test, val, train or all; by default the test split, or all if the data has no splits."),
+        typer.Option(
+            help="Split: test, val, train or all. By default the test split, else the validation split, else "
+            "all images."
+        ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 64,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
-    precision: Annotated[str, typer.Option(help="float32, bf16 or fp16.")] = "float32",
+    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:1 or mps.")] = "auto",
+    precision: Annotated[str, typer.Option(help="Precision: float32, bf16 or fp16.")] = "float32",
     workers: Annotated[
-        int | None, typer.Option(min=0, help="Decoder processes; 0 decodes in this process. By default one per core.")
+        int | None,
+        typer.Option(
+            min=0, help="Number of decoder processes; 0 decodes in the main process. By default one per core."
+        ),
     ] = None,
     override: Overrides = None,
     keys: Keys = None,
     by_number: Annotated[bool, typer.Option("--by-number", help="Match classes by index instead of by name.")] = False,
-    every_class: Annotated[bool, typer.Option("--all", help="List every class, not only the weakest.")] = False,
+    every_class: Annotated[bool, typer.Option("--all", help="List every class, not only the weakest ones.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Evaluate a model: accuracy with its interval, per-class metrics, confusions, calibration, worst mistakes."""
+    """Evaluate a model on labelled images: accuracy, per-class metrics, confusions, calibration, confident mistakes."""
     from vitrail.data.sources.selection import choose_images, recorded_split
     from vitrail.evaluation import evaluate_chosen
     from vitrail.runtime import autocast, choose_device

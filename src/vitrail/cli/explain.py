@@ -1,4 +1,4 @@
-"""`vitrail explain`: show which pixels a prediction depends on."""
+"""`vitrail explain`: show which patches a prediction depends on."""
 
 import os
 from pathlib import Path
@@ -23,37 +23,54 @@ LISTED = 20
 
 
 def explain(
-    bundle: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
+    bundle: Annotated[
+        str,
+        typer.Argument(
+            help="The model: a bundle, a folder or weight file of another library, hf:org/name or timm:name.tag."
+        ),
+    ],
     images: Annotated[
         list[str],
-        typer.Argument(help="Files, folders, patterns, manifests, tar shards, or digits; - reads paths from stdin."),
+        typer.Argument(
+            help="The images: files, folders, quoted patterns, manifests, tar shards, or digits; - reads "
+            "paths from stdin."
+        ),
     ],
-    method: Annotated[str, typer.Option(help="relevance, gradcam, attention, rollout or pca.")] = "relevance",
+    method: Annotated[str, typer.Option(help="Method: relevance, gradcam, attention, rollout or pca.")] = "relevance",
     target: Annotated[
         str | None,
-        typer.Option("--class", help="The class to explain, by name or index; by default the predicted one."),
+        typer.Option("--class", help="Class to explain, by name or index; by default the predicted class."),
     ] = None,
-    layer: Annotated[int | None, typer.Option(help="The layer, from 0; -1 is the last (default).")] = None,
-    head: Annotated[int | None, typer.Option(help="The attention head, from 0; by default the mean of all.")] = None,
+    layer: Annotated[
+        int | None, typer.Option(help="Layer, counted from 0; -1 is the last. By default the last.")
+    ] = None,
+    head: Annotated[
+        int | None, typer.Option(help="Attention head, counted from 0; by default the mean over heads.")
+    ] = None,
     query: Annotated[
         str | None,
-        typer.Option(help="The query token: class, a patch as ROW,COLUMN, register:N, distillation, mean or pool."),
+        typer.Option(
+            help="Query token: class, distillation, register:N, mean, pool, or a patch as ROW,COLUMN. By "
+            "default the token that the head reads."
+        ),
     ] = None,
-    fuse: Annotated[str, typer.Option(help="How rollout fuses heads: mean, max or min.")] = "mean",
-    discard: Annotated[
-        float, typer.Option(help="The fraction of smallest attention weights that rollout discards.")
-    ] = 0.0,
-    grid: Annotated[str | None, typer.Option(help="heads or layers: all of them in one image.")] = None,
-    out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("explanations"),
-    arrays: Annotated[bool, typer.Option("--arrays", help="Also write the maps as .npy.")] = False,
+    fuse: Annotated[str, typer.Option(help="How rollout combines the heads: mean, max or min.")] = "mean",
+    discard: Annotated[float, typer.Option(help="Fraction of the lowest attention weights that rollout drops.")] = 0.0,
+    grid: Annotated[
+        str | None, typer.Option(help="Show all heads or all layers in one image: heads or layers.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder to write to.")] = Path("explanations"),
+    arrays: Annotated[bool, typer.Option("--arrays", help="Also write the maps as .npy files.")] = False,
     opacity: Annotated[float, typer.Option(min=0, max=1, help="Opacity of the map over the image.")] = 0.6,
-    side: Annotated[int | None, typer.Option(min=16, max=8192, help="The longer side of an image in pixels.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
+    side: Annotated[
+        int | None, typer.Option(min=16, max=8192, help="Longer side of an image in the output, in pixels.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:1 or mps.")] = "auto",
     override: Overrides = None,
     keys: Keys = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
 ) -> None:
-    """Explain predictions: write each image next to its overlaid map, as PNG."""
+    """Show which patches support a prediction, or what a model attends to: write a PNG per image."""
     from vitrail.data.sources.index_files import shown
     from vitrail.errors import DataError
     from vitrail.explanations.explain import Explainer, check_grid

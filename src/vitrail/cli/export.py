@@ -10,8 +10,13 @@ from vitrail.cli.terminal import echo
 
 
 def export(
-    bundle: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
-    output: Annotated[Path, typer.Argument(help="The file to write: .onnx, .pt2 (torch) or .xml (openvino).")],
+    bundle: Annotated[
+        str,
+        typer.Argument(
+            help="The model: a bundle, a folder or weight file of another library, hf:org/name or timm:name.tag."
+        ),
+    ],
+    output: Annotated[Path, typer.Argument(help="File to write: .onnx, .pt2 (torch) or .xml (openvino).")],
     to: Annotated[
         str,
         typer.Option(
@@ -21,17 +26,20 @@ def export(
     ] = "onnx",
     preprocess: Annotated[
         bool,
-        typer.Option("--preprocess", help="Include normalisation in the graph, which then takes uint8 pixels (0…255)."),
+        typer.Option(
+            "--preprocess", help="Include the normalisation in the graph, so that it takes uint8 pixels (0 to 255)."
+        ),
     ] = False,
     channels_last: Annotated[
-        bool, typer.Option("--channels-last", help="The graph takes (batch, height, width, channels).")
+        bool,
+        typer.Option("--channels-last", help="Make the graph take (batch, height, width, channels)."),
     ] = False,
-    opset: Annotated[int | None, typer.Option(help="The ONNX opset version.")] = None,
+    opset: Annotated[int | None, typer.Option(help="ONNX opset, 18 to 23.")] = None,
     override: Overrides = None,
     keys: Keys = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
 ) -> None:
-    """Export a model as a graph for another runtime, open the file again, and compare the outputs."""
+    """Export a model for ONNX Runtime, torch.export or OpenVINO, and verify that the outputs stay the same."""
     from vitrail.exporting import check_request
     from vitrail.exporting import export as run
 

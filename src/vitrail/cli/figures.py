@@ -26,21 +26,32 @@ LISTED = 10
 
 
 def figures(
-    bundle: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
+    bundle: Annotated[
+        str,
+        typer.Argument(
+            help="The model: a bundle, a folder or weight file of another library, hf:org/name or timm:name.tag."
+        ),
+    ],
     images: Annotated[
         list[str] | None,
-        typer.Argument(help="Files, folders or patterns; at most 128 are sampled. The attention figures need some."),
+        typer.Argument(
+            help="Images for distance and rollout: files, folders or quoted patterns. At most 128 are sampled."
+        ),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write to.")] = Path("figures"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write to.")] = Path("figures"),
     only: Annotated[
-        list[str] | None, typer.Option(help="filters, positions, distance or rollout; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            help="Figure to draw: filters, positions, distance or rollout. Can be repeated; by default all, "
+            "or without images the first two."
+        ),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
+    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:1 or mps.")] = "auto",
     override: Overrides = None,
     keys: Keys = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace figures that exist.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing figures.")] = False,
 ) -> None:
-    """Draw the paper's figures: filters, position similarity, attention distance, attention rollout."""
+    """Draw the figures of the ViT paper: filters, position similarity, attention distance, attention rollout."""
     selected = _select(only, with_images=bool(images))
     from vitrail.explanations.figures.figure import Absent, check_writable
     from vitrail.inference.listing import list_items, read_stdin

@@ -12,13 +12,18 @@ from vitrail.cli.terminal import echo
 
 
 def inspect(
-    source: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="The model: a bundle, a folder or weight file of another library, hf:org/name or timm:name.tag."
+        ),
+    ],
     override: Overrides = None,
     keys: Keys = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="Also list every tensor.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Describe a checkpoint: family, variant, size, preprocessing, classes, tensors, oddities."""
+    """Describe a checkpoint: family, architecture, size, preprocessing, classes, tensors, anything unusual."""
     from vitrail.checkpoints.inspect import inspect as look
 
     found = look(source, overrides=read_overrides(override), keys=keys)

@@ -11,12 +11,10 @@ from vitrail.cli.terminal import echo
 
 
 def models(
-    name: Annotated[
-        str | None, typer.Argument(help="A model to describe, such as B/16 or vit_base_patch16_384.")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help="Model to describe, such as B/16 or vit_base_patch16_384.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List the named models, or run one on a synthetic image and show every tensor's shape."""
+    """List the named models, or show the shape of every tensor in one of them."""
     if name is None:
         _list_all(as_json)
     else:

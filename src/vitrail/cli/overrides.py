@@ -1,4 +1,4 @@
-"""The options of every command that opens a model, and their syntax: pool=mean, image_size=192x384."""
+"""`--override` and `--keys`, the options of every command that opens a model."""
 
 import json
 import re
@@ -16,10 +16,11 @@ Overrides = Annotated[
     typer.Option(
         "--override",
         metavar="NAME=VALUE",
-        help="Set a field that the file does not record: heads=6, pool=mean, preprocess.mean=0.5; may be repeated.",
+        help="Set a field that the checkpoint does not define, such as heads=6, pool=mean or "
+        "preprocess.mean=0.5. Can be repeated.",
     ),
 ]
-Keys = Annotated[Path | None, typer.Option("--keys", help="A key table (TOML) for a custom ViT.")]
+Keys = Annotated[Path | None, typer.Option("--keys", help="Key table (TOML) of a custom ViT.")]
 
 
 def open_model(source: str, overrides: Sequence[str] | None, keys: Path | None) -> "Bundle":

@@ -16,39 +16,54 @@ if TYPE_CHECKING:
 
 
 def predict(
-    bundle: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
+    bundle: Annotated[
+        str,
+        typer.Argument(
+            help="The model: a bundle, a folder or weight file of another library, hf:org/name or timm:name.tag."
+        ),
+    ],
     paths: Annotated[
         list[str],
         typer.Argument(
-            help="Files, folders, patterns, manifests (.csv, .jsonl, .parquet), tar shards; - reads paths from stdin."
+            help="The images: files, folders, quoted patterns, manifests, tar shards, or digits; - reads "
+            "paths from stdin."
         ),
     ],
-    top: Annotated[int, typer.Option(min=1, help="How many classes to list.")] = 5,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="The file to write; by default stdout.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="Number of classes per image.")] = 5,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write; by default stdout.")] = None,
     format: Annotated[
         str | None,
-        typer.Option(help="table, jsonl, csv or parquet; by default from the file name, or a table on a terminal."),
+        typer.Option(
+            help="Format: table, jsonl, csv or parquet. By default that of the file name; on stdout, a table "
+            "on a terminal and jsonl in a pipe."
+        ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 64,
     workers: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Decoder processes; 0 decodes in this process. By default it depends on device and engine."
+            min=0,
+            help="Number of decoder processes; 0 decodes in the main process. The default depends on the "
+            "device and the engine.",
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
-    engine: Annotated[str, typer.Option(help="torch, onnx or openvino.")] = "torch",
-    precision: Annotated[str, typer.Option(help="float32, bf16, fp16 or auto.")] = "float32",
+    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:1 or mps.")] = "auto",
+    engine: Annotated[str, typer.Option(help="Engine: torch, onnx or openvino.")] = "torch",
+    precision: Annotated[str, typer.Option(help="Precision: float32, bf16, fp16 or auto.")] = "float32",
     override: Overrides = None,
     keys: Keys = None,
     null: Annotated[
-        bool, typer.Option("--null", "-0", help="Paths on stdin are separated by NUL, not by newlines.")
+        bool,
+        typer.Option("--null", "-0", help="Paths on stdin are separated by NUL bytes, as find -print0 writes them."),
     ] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted job, if there is one.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary on stderr.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Resume an interrupted command; if there is none, start from the beginning."),
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no summary on stderr.")] = False,
 ) -> None:
-    """Classify images: the most likely classes of each, in input order."""
+    """Classify images: print or write the most probable classes of each image, in input order."""
     from vitrail.inference.predict import predict_files
     from vitrail.inference.writing import choose_format
 

@@ -19,27 +19,47 @@ LISTED = 10
 
 
 def probe(
-    bundle: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
-    data: Annotated[str, typer.Argument(help="A folder, a manifest (.csv, .jsonl, .parquet), tar shards, or digits.")],
-    only: Annotated[str, typer.Option(help="Any of fewshot, knn and linear.")] = "fewshot,knn,linear",
-    shots: Annotated[str | None, typer.Option(help="Examples per class for fewshot; by default 1,5,10,25.")] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="How many times fewshot samples its examples.")] = 3,
-    k: Annotated[
-        str | None, typer.Option("--k", help="Number of neighbours, one value or several; by default 20.")
+    bundle: Annotated[
+        str,
+        typer.Argument(
+            help="The model: a bundle, a folder or weight file of another library, hf:org/name or timm:name.tag."
+        ),
+    ],
+    data: Annotated[
+        str,
+        typer.Argument(help="The images: a folder, a manifest (.csv, .tsv, .jsonl, .parquet), tar shards, or digits."),
+    ],
+    only: Annotated[
+        str, typer.Option(help="Probes to run, separated by commas: fewshot, knn, linear.")
+    ] = "fewshot,knn,linear",
+    shots: Annotated[
+        str | None, typer.Option(help="Examples per class for fewshot, separated by commas; by default 1,5,10,25.")
     ] = None,
-    split: Annotated[str, typer.Option(help="The split to evaluate on: test or val.")] = "test",
-    layer: Annotated[int | None, typer.Option(help="Take features after this layer, from 0; -1 is the last.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="How many times fewshot draws its examples.")] = 3,
+    k: Annotated[
+        str | None,
+        typer.Option(
+            "--k", help="Number of neighbours for knn, or several numbers separated by commas; by default 20."
+        ),
+    ] = None,
+    split: Annotated[str, typer.Option(help="Split to evaluate on: test or val.")] = "test",
+    layer: Annotated[
+        int | None, typer.Option(help="Layer of the features, counted from 0; -1 is the last. By default the last.")
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 64,
     workers: Annotated[
-        int | None, typer.Option(min=0, help="Decoder processes; 0 decodes in this process. By default one per core.")
+        int | None,
+        typer.Option(
+            min=0, help="Number of decoder processes; 0 decodes in the main process. By default one per core."
+        ),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
-    precision: Annotated[str, typer.Option(help="The precision of the features: float32, bf16 or fp16.")] = "float32",
+    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:1 or mps.")] = "auto",
+    precision: Annotated[str, typer.Option(help="Precision of the features: float32, bf16 or fp16.")] = "float32",
     override: Overrides = None,
     keys: Keys = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Evaluate a model's frozen features: few-shot least squares, k-nearest neighbours, a linear probe."""
+    """Measure how good a model's frozen features are: few-shot, k-nearest neighbours and linear probe."""
     numbers = _numbers("--shots", shots), _numbers("--k", k)
     from vitrail.data.sources.selection import recorded_split
     from vitrail.inference.features import ComputeOptions, FeatureRequest

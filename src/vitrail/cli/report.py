@@ -9,15 +9,18 @@ from vitrail.cli.terminal import echo
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="The folder of a run of vitrail train.")],
-    other: Annotated[Path | None, typer.Argument(help="Another run to compare with.")] = None,
+    run: Annotated[Path, typer.Argument(help="Run folder, as printed by vitrail train.")],
+    other: Annotated[Path | None, typer.Argument(help="Second run folder, to compare with the first.")] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The file to write; by default report.html in the run's folder.")
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="File to write; by default report.html in RUN, or report-and-OTHER.html for two runs."
+        ),
     ] = None,
 ) -> None:
-    """Write a run's report as one self-contained HTML file; with two runs, compare them.
+    """Write the report of a run, or a comparison of two runs, as one self-contained HTML file.
 
-    Unreadable files of the run are named in the report and in a WARNING on stderr.
+    If files of the run are unreadable, the report and a WARNING on stderr name them.
     """
     from vitrail.reports.report import write_report
 

@@ -21,7 +21,8 @@ def serve(
     bundles: Annotated[
         list[str],
         typer.Argument(
-            help="Anything that `vitrail predict` opens; NAME=BUNDLE names it. The first is the default model.",
+            help="The models: anything that vitrail predict opens, or NAME=BUNDLE to name it. The first is "
+            "the default.",
             envvar=f"{_ENV}BUNDLES",
         ),
     ],
@@ -30,36 +31,43 @@ def serve(
         typer.Option(
             "--override",
             metavar="NAME=VALUE",
-            help="Set a field that the file does not record: heads=6, pool=mean; may be repeated. For all models.",
+            help="Set a field that the checkpoints do not define, such as heads=6 or pool=mean. Can be "
+            "repeated; applies to all models.",
         ),
     ] = None,
     keys: Annotated[
-        Path | None, typer.Option(help="A key table (TOML) for a custom ViT.", envvar=f"{_ENV}KEYS")
+        Path | None, typer.Option(help="Key table (TOML) of a custom ViT; applies to all models.", envvar=f"{_ENV}KEYS")
     ] = None,
     host: Annotated[
-        str, typer.Option(help="The address to bind to; 0.0.0.0 for all.", envvar=f"{_ENV}HOST")
+        str, typer.Option(help="Address to bind to; 0.0.0.0 binds to all.", envvar=f"{_ENV}HOST")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="The port to bind to; 0 picks a free one.", envvar=f"{_ENV}PORT")] = 8000,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.", envvar=f"{_ENV}DEVICE")] = "auto",
-    engine: Annotated[str, typer.Option(help="torch, onnx or openvino.", envvar=f"{_ENV}ENGINE")] = "torch",
-    precision: Annotated[str, typer.Option(help="float32, bf16, fp16 or auto.", envvar=f"{_ENV}PRECISION")] = "auto",
+    port: Annotated[int, typer.Option(help="Port to bind to; 0 picks a free one.", envvar=f"{_ENV}PORT")] = 8000,
+    device: Annotated[
+        str, typer.Option(help="Device: auto, cpu, cuda, cuda:1 or mps.", envvar=f"{_ENV}DEVICE")
+    ] = "auto",
+    engine: Annotated[str, typer.Option(help="Engine: torch, onnx or openvino.", envvar=f"{_ENV}ENGINE")] = "torch",
+    precision: Annotated[
+        str, typer.Option(help="Precision: float32, bf16, fp16 or auto.", envvar=f"{_ENV}PRECISION")
+    ] = "auto",
     batch: Annotated[int, typer.Option(help="Maximum batch size.", envvar=f"{_ENV}BATCH")] = 32,
     wait: Annotated[
-        float, typer.Option(help="Milliseconds that an image waits for a batch to fill.", envvar=f"{_ENV}WAIT")
+        float, typer.Option(help="Milliseconds that an image waits for others to join its batch.", envvar=f"{_ENV}WAIT")
     ] = 5.0,
     queue: Annotated[
-        int, typer.Option(help="Maximum images in the queue; above it, requests get 503.", envvar=f"{_ENV}QUEUE")
+        int,
+        typer.Option(help="Maximum number of images in the queue; further requests get 503.", envvar=f"{_ENV}QUEUE"),
     ] = 256,
     deadline: Annotated[
-        float, typer.Option(help="Seconds until a request times out with 504.", envvar=f"{_ENV}DEADLINE")
+        float,
+        typer.Option(help="Maximum seconds until a response; then the request gets 504.", envvar=f"{_ENV}DEADLINE"),
     ] = 30.0,
-    decoders: Annotated[int, typer.Option(help="Decoder processes.", envvar=f"{_ENV}DECODERS")] = 2,
+    decoders: Annotated[int, typer.Option(help="Number of decoder processes.", envvar=f"{_ENV}DECODERS")] = 2,
     decode_time: Annotated[
         float, typer.Option(help="Maximum seconds to decode one image.", envvar=f"{_ENV}DECODE_TIME")
     ] = 10.0,
-    connections: Annotated[int, typer.Option(help="Maximum connections.", envvar=f"{_ENV}CONNECTIONS")] = 512,
+    connections: Annotated[int, typer.Option(help="Maximum number of connections.", envvar=f"{_ENV}CONNECTIONS")] = 512,
     client_connections: Annotated[
-        int, typer.Option(help="Maximum connections per client.", envvar=f"{_ENV}CLIENT_CONNECTIONS")
+        int, typer.Option(help="Maximum number of connections per client.", envvar=f"{_ENV}CLIENT_CONNECTIONS")
     ] = 128,
     head_time: Annotated[
         float, typer.Option(help="Maximum seconds to receive a request's headers.", envvar=f"{_ENV}HEAD_TIME")
@@ -71,44 +79,54 @@ def serve(
         float, typer.Option(help="Maximum size of all requests in flight, in MB.", envvar=f"{_ENV}UPLOADS_LIMIT")
     ] = 512.0,
     upload_time: Annotated[
-        float, typer.Option(help="Maximum seconds to receive a request.", envvar=f"{_ENV}UPLOAD_TIME")
+        float, typer.Option(help="Maximum seconds to receive the body of a request.", envvar=f"{_ENV}UPLOAD_TIME")
     ] = 60.0,
     pixel_limit: Annotated[
         float, typer.Option(help="Maximum image size, in megapixels.", envvar=f"{_ENV}PIXEL_LIMIT")
     ] = 50.0,
-    images_limit: Annotated[int, typer.Option(help="Maximum images per request.", envvar=f"{_ENV}IMAGES_LIMIT")] = 64,
+    images_limit: Annotated[
+        int, typer.Option(help="Maximum number of images per request.", envvar=f"{_ENV}IMAGES_LIMIT")
+    ] = 64,
     formats: Annotated[
-        str, typer.Option(help="Accepted image formats; tiff is available too.", envvar=f"{_ENV}FORMATS")
+        str,
+        typer.Option(help="Accepted image formats, separated by commas; you can add tiff.", envvar=f"{_ENV}FORMATS"),
     ] = "jpeg,png,webp,gif,bmp",
     token: Annotated[
         str | None,
         typer.Option(
-            help="The bearer token that clients must send. Other users of this machine can see it on the command line; "
+            help="Bearer token that clients must send. Other users of this machine can see the command line, so "
             "prefer the environment variable or --token-file.",
             envvar=f"{_ENV}TOKEN",
             show_envvar=True,
         ),
     ] = None,
     token_file: Annotated[
-        Path | None, typer.Option(help="A file that contains the token.", envvar=f"{_ENV}TOKEN_FILE")
+        Path | None, typer.Option(help="File that contains the token.", envvar=f"{_ENV}TOKEN_FILE")
     ] = None,
     allow_host: Annotated[
         str,
         typer.Option(
-            help="Allowed Host headers, besides the address and localhost; '*' allows any.",
+            help="Further host names to accept, besides the bound address and localhost; '*' accepts any.",
             envvar=f"{_ENV}ALLOW_HOST",
         ),
     ] = "",
-    origins: Annotated[str, typer.Option(help="Allowed CORS origins.", envvar=f"{_ENV}ORIGINS")] = "",
+    origins: Annotated[
+        str,
+        typer.Option(
+            help="Web origins whose pages may call the API (CORS), separated by commas.", envvar=f"{_ENV}ORIGINS"
+        ),
+    ] = "",
     grace: Annotated[
         float,
-        typer.Option(help="Seconds that requests have to finish after SIGTERM.", envvar=f"{_ENV}GRACE"),
+        typer.Option(help="Maximum seconds to finish requests after SIGTERM.", envvar=f"{_ENV}GRACE"),
     ] = 30.0,
-    log_requests: Annotated[bool, typer.Option(help="Log every request.", envvar=f"{_ENV}LOG_REQUESTS")] = True,
+    log_requests: Annotated[
+        bool, typer.Option(help="Log every request as a JSON line on stderr.", envvar=f"{_ENV}LOG_REQUESTS")
+    ] = True,
 ) -> None:
-    """Serve models over HTTP: /v1/predict, /v1/embed, /v1/explain, and the explorer page at /.
+    """Serve models over HTTP: /v1/predict, /v1/embed, /v1/explain, and an explorer page at /.
 
-    Concurrent requests are batched. SIGTERM shuts down gracefully; SIGHUP reloads the bundles.
+    Concurrent requests share a batch. SIGTERM shuts the server down gracefully; SIGHUP loads the bundles again.
     """
     started = time.time()
     _check_extra()

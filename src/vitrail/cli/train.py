@@ -30,34 +30,44 @@ RECIPES = (
 
 def train(
     data: Annotated[
-        str, typer.Argument(help="A folder with a sub-folder per class, a manifest, tar shards, or digits.")
+        str,
+        typer.Argument(
+            help="The images: a folder with one subfolder per class, a manifest, tar shards, Parquet files, or digits."
+        ),
     ] = "digits",
     recipe: Annotated[
         str | None,
         typer.Option(
-            help=f"A built-in recipe or a TOML file. Built in: {', '.join(RECIPES)}. By default the first; with "
-            "--from, the second."
+            help=f"Recipe: a TOML file, or one of {', '.join(RECIPES)}. By default {RECIPES[0]}, or with "
+            f"--from {RECIPES[1]}."
         ),
     ] = None,
     pretrained: Annotated[
-        str | None, typer.Option("--from", help="The pretrained model to fine-tune: anything that inspect opens.")
+        str | None, typer.Option("--from", help="Pretrained model to fine-tune: anything that vitrail inspect opens.")
     ] = None,
     override: Overrides = None,
     keys: Keys = None,
-    run: Annotated[Path | None, typer.Option(help="The folder of the run; by default runs/<data>-<recipe>.")] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="Folder of the run; by default runs/DATA-HASH, with a hash of the recipe.")
+    ] = None,
     changes: Annotated[
-        list[str] | None, typer.Option("--set", help="Change a recipe field: optimizer.lr=3e-4; may be repeated.")
+        list[str] | None,
+        typer.Option("--set", help="Change a setting of the recipe, such as optimizer.lr=3e-4. Can be repeated."),
     ] = None,
     sweep: Annotated[
         list[str] | None,
-        typer.Option(help="Try several values, and keep the best on the validation split: optimizer.lr=.003,.01,.03."),
+        typer.Option(
+            help="Train with several values, such as optimizer.lr=.003,.01,.03, and keep the best on the "
+            "validation split. Can be repeated."
+        ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, mps, or auto.")] = "auto",
+    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:1 or mps.")] = "auto",
     workers: Annotated[
-        int | None, typer.Option(min=0, help="Data-loading processes; on a CPU, by default one per four cores.")
+        int | None,
+        typer.Option(min=0, help="Number of data-loading processes; on a CPU, by default one per four cores."),
     ] = None,
 ) -> None:
-    """Train a classifier; rerun the same command to resume an interrupted run."""
+    """Train or fine-tune an image classifier, and evaluate it. Rerun the same command to resume."""
     from vitrail.training.signals import Stopped
     from vitrail.training.train import train as run_training
 
