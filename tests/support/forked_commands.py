@@ -148,6 +148,26 @@ def run(*words: object, timeout: float = 120, **options: Any) -> subprocess.Comp
     return subprocess.CompletedProcess(words, process.wait(), out, err)
 
 
+def run_ranks(count: int, *words: object, code: str = COMMAND) -> list[subprocess.CompletedProcess[str]]:
+    """Run code on several ranks, in the environment that torchrun would give them."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    processes = []
+    try:
+        for rank in range(count):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+            processes.append(start(*words, code=code, environment={**os.environ, **shared, **own}))
+        outputs = [process.communicate() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [
+        subprocess.CompletedProcess(words, process.wait(), *output)
+        for process, output in zip(processes, outputs, strict=True)
+    ]
+
+
 @functools.cache
 def _server() -> socket.socket:
     """Start the process that is forked; it ends with this one."""
