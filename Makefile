@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 # `make test WORKERS=1` runs the tests one after another.
 WORKERS ?= 2
+# Each worker gets a contiguous half, and takes from the other's when it has finished. So fixtures of a file or a folder,
+# such as trained runs, and imports of other libraries are mostly needed once.
+IN_PARALLEL := -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help demo check format test test-slow test-gpu docs docs-serve drawings golden bench clean
@@ -43,10 +46,10 @@ format: $(VENV)/.installed-all ## format the code and mend what ruff can mend
 
 test: $(VENV)/.installed-all ## the tests
 	@scripts/install-chromium || test -z "$$CI"
-	$(BIN)/pytest -q -n $(WORKERS) -m "not slow and not gpu"
+	$(BIN)/pytest -q $(IN_PARALLEL) -m "not slow and not gpu"
 
 test-slow: $(VENV)/.installed-all ## what is too slow for `make test`: full-size models, compilation
-	$(BIN)/pytest -q -n $(WORKERS) -m "slow and not gpu"
+	$(BIN)/pytest -q $(IN_PARALLEL) -m "slow and not gpu"
 
 test-gpu: $(VENV)/.installed-all ## the tests that need a CUDA device
 	$(BIN)/pytest -q -m gpu

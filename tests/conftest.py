@@ -9,9 +9,10 @@ import torch
 
 # Shells ignore SIGINT for background jobs, and the commands that tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# Several pytest processes share the machine; one thread each is fastest.
+# Several pytest processes share the machine; one thread each is fastest, for the processes that they start, too.
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)

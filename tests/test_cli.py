@@ -8,37 +8,38 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support import forked_commands
 from tests.support.peers import scramble
 
 import vitrail
 
+ENVIRONMENT = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
+
+
+def run_fresh(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run as a user does, with a fresh Python."""
+    command = [sys.executable, "-m", "vitrail", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT, timeout=120)
+
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
-    return subprocess.run(
-        [sys.executable, "-m", "vitrail", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        timeout=120,
-    )
+    return forked_commands.run(*words, environment=ENVIRONMENT)
 
 
 def test_version() -> None:
-    done = run("--version")
+    done = run_fresh("--version")
     assert (done.returncode, done.stdout.strip()) == (0, f"vitrail {vitrail.__version__}")
 
 
 @pytest.mark.parametrize("words", [("--help",), ("-h",), ("models", "--help"), ()])
 def test_help(words: tuple[str, ...]) -> None:
-    done = run(*words)
+    done = run_fresh(*words)
     assert "Usage: " in done.stdout + done.stderr
     assert "models" in done.stdout + done.stderr
 
 
 def test_models_lists_every_variant() -> None:
-    done = run("models")
+    done = run_fresh("models")
     assert done.returncode == 0, done.stderr
     assert "vit_base_patch16_224      B/16         86,567,656     197   35.13" in done.stdout
     assert len([line for line in done.stdout.splitlines() if line.startswith("vit_")]) == 16
@@ -181,11 +182,8 @@ def test_impossible_conversions(words: tuple[str, ...], message: str, checkpoint
 
 
 def run_limited(setup: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in a process that first drops privileges or sets limits. Imports come first."""
-    code = f"import sys, vitrail.api, vitrail.checkpoints.inspect, vitrail.__main__ as m\n{setup}\nm.main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False, timeout=120
-    )
+    """Run a command in a process that first drops privileges or sets limits."""
+    return forked_commands.run(*words, code=f"{setup}\n{forked_commands.COMMAND}")
 
 
 NOBODY = "import os\nif os.geteuid() == 0: os.setgid(65534); os.setuid(65534)"

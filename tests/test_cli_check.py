@@ -4,13 +4,12 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from tests.support import forked_commands
 from tests.support.commands import CommandOutput, RunCommand, run_command
 
 
@@ -203,14 +202,9 @@ main()
 
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_ctrl_c_leaves_no_traceback_and_no_process(data: Path, tmp_path: Path, workers: str) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW, "check", str(data), "--workers", workers],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "VITRAIL_CACHE": str(tmp_path / "cache")},
-        start_new_session=True,
-    )
+    environment = {**os.environ, "VITRAIL_CACHE": str(tmp_path / "cache")}
+    words = ("check", data, "--workers", workers)
+    process = forked_commands.start(*words, code=SLOW, environment=environment, new_session=True)
     assert process.stderr is not None
     assert process.stderr.readline() == "looking\n"
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does on Ctrl-C

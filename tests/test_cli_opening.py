@@ -1,7 +1,5 @@
 """Every command that opens a model: any dtype, --override and --keys, and logged assumptions."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from tests.support import forked_commands
 from tests.support.peers import scramble
 from typer.testing import CliRunner
 
@@ -154,8 +153,7 @@ def test_predict_from_any_dtype_in_any_precision(
 
 def test_assumptions_go_to_stderr(tmp_path: Path) -> None:
     """In a separate process, where no test handler captures the log."""
-    line = [sys.executable, "-m", "vitrail", "inspect", str(checkpoint(tmp_path, torch.float32)), *HEADS]
-    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=120)
+    done = forked_commands.run("inspect", checkpoint(tmp_path, torch.float32), *HEADS)
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
     assert len(lines) == 6

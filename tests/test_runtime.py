@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support import forked_commands
 
 from vitrail.errors import ConfigError
 from vitrail.runtime import Processes, autocast, choose_device, derive_seed, process_group, seed_torch
@@ -94,7 +95,7 @@ def test_destroyed_groups_are_kept_alive() -> None:
         "    group = weakref.ref(d.group.WORLD)\n"
         "raise SystemExit(group() is None or d.is_initialized())\n"
     )
-    done = torchrun(code, 1)
+    (done,) = forked_commands.run_ranks(1, code=code)
     assert done.returncode == 0, done.stderr
 
 

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support import forked_commands
 from tests.support.peers import import_peer, scramble
 
 from vitrail.checkpoints.bundle import Bundle
@@ -83,13 +83,12 @@ def endpoint(repositories: Path) -> Iterator[str]:
 
 
 def inspect(source: str, endpoint: str, cache: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run in a separate process, because huggingface_hub reads its settings on import."""
+    """Run in a separate process, because huggingface_hub reads its settings on import; forks have not imported it."""
     environment = {
         **os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "NO_COLOR": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1", **more,
     }  # fmt: skip
-    words = [sys.executable, "-m", "vitrail", "inspect", source]
-    return subprocess.run(words, capture_output=True, text=True, check=False, env=environment, timeout=120)
+    return forked_commands.run("inspect", source, environment=environment)
 
 
 @pytest.mark.slow
@@ -113,13 +112,8 @@ def test_without_a_connection_there_is_one_error_line(command: str, tmp_path: Pa
     """Nothing listens on that port; the client's log of retries is silenced."""
     environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     name = "timm:vit_tiny_patch16_224.augreg_in21k"
-    words = [
-        sys.executable,
-        "-m",
-        "vitrail",
-        *(("inspect", name) if command == "inspect" else ("train", "--from", name)),
-    ]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment, timeout=300)
+    words = ("inspect", name) if command == "inspect" else ("train", "--from", name)
+    done = forked_commands.run(*words, environment=environment, timeout=300)
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert (

@@ -4,8 +4,6 @@ import contextlib
 import io
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +13,7 @@ from pathlib import Path
 import httpx
 import torch
 from PIL import Image
+from tests.support import forked_commands
 
 import vitrail
 from vitrail import Bundle, Preprocess, ViTConfig
@@ -24,7 +23,7 @@ from vitrail import Bundle, Preprocess, ViTConfig
 class Running:
     """A ready server."""
 
-    process: subprocess.Popen[str]
+    process: forked_commands.Process
     url: str
     log: list[str] = field(default_factory=list)
 
@@ -37,26 +36,11 @@ def server(
 
     In float32 unless something else is asked for, so that answers can be compared digit by digit.
     """
-    few = [] if descriptors is None else ["prlimit", f"--nofile={descriptors}:{descriptors}"]
-    process = subprocess.Popen(
-        [
-            *few,
-            sys.executable,
-            "-m",
-            "vitrail",
-            "serve",
-            "--precision",
-            "float32",
-            *words,
-            "--port",
-            "0",
-            "--device",
-            "cpu",
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+    few = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({descriptors}, {descriptors}))\n"
+    process = forked_commands.start(
+        *("serve", "--precision", "float32", *words, "--port", "0", "--device", "cpu"),
+        code=("" if descriptors is None else few) + forked_commands.COMMAND,
+        environment={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
     )
     assert process.stdout is not None
     assert process.stderr is not None

@@ -1,8 +1,6 @@
-"""Started twice by torchrun: each rank checks what it receives from the other.
+"""What two ranks execute: each checks what it receives from the other.
 
-python -m torch.distributed.run --nproc-per-node 2 -m tests.support.two_ranks FOLDER
-
-FOLDER/data has splits and bad images.
+The argument is a folder; its folder `data` has splits and bad images.
 """
 
 import json
@@ -156,7 +154,7 @@ def runs(folder: Path, rank: int) -> None:
     check(bad_files(folder / "stopped", last) == met(folder / "data", last), "all bad files where it was stopped")
 
 
-if __name__ == "__main__":
+def main() -> None:
     with process_group(CPU) as processes:
         ranks = Ranks(processes, CPU)
         for checked in (messages, a_step, statistics):

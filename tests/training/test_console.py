@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.support import forked_commands
 
 from vitrail.training.console import RunConsole
 from vitrail.training.defaults import ResolvedDefault
@@ -139,12 +140,13 @@ def test_quiet_is_quiet_and_still_logs(tmp_path: Path, capfd: pytest.CaptureFixt
 
 def test_a_run_on_a_terminal(tmp_path: Path) -> None:
     changes = [word for change in CHANGES for word in ("--set", change)]
-    command = [sys.executable, "-m", "vitrail", "train", "digits", "--run", "run", "--device", "cpu", "--workers", "0"]
+    command = ["train", "digits", "--run", "run", "--device", "cpu", "--workers", "0"]
     ours, theirs = pty.openpty()
     ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 80, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-    process = subprocess.Popen(
-        [*command, *changes], stdout=theirs, stderr=theirs, cwd=tmp_path, env={**environment, "TERM": "xterm"}
+    environment["TERM"] = "xterm"
+    process = forked_commands.start(
+        *command, *changes, stdout=theirs, stderr=theirs, folder=tmp_path, environment=environment
     )
     os.close(theirs)
     output = b""

@@ -1,12 +1,12 @@
 """TensorBoard shows the same numbers as the metrics file, however often the run was interrupted."""
 
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support import forked_commands
 
 from vitrail.training.events import TAGS, Events
 from vitrail.training.run_folder import MetricsFile
@@ -49,8 +49,8 @@ def assert_the_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 def test_a_killed_and_resumed_run_has_every_point_exactly_once(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words = [word for change in CHANGES for word in ("--set", change)]
-    command = [sys.executable, "-m", "vitrail", "train", "digits", "--run", str(folder), "--device", "cpu"]
-    process = subprocess.Popen([*command, "--workers", "0", *words], stderr=subprocess.DEVNULL)
+    command = ["train", "digits", "--run", folder, "--device", "cpu", "--workers", "0", *words]
+    process = forked_commands.start(*command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while len(list((folder / "state").glob("[0-9]*"))) < 2:
         time.sleep(0.005)
         assert process.poll() is None

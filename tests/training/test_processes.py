@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from tests.support import forked_commands
 
 SMALL = [
     "batch=32",
@@ -173,19 +174,8 @@ def test_communication_between_ranks(tmp_path: Path) -> None:
                     (folder / f"{number:02d}-bad.png").write_text("no image")
                 else:
                     Image.new("L", (8, 8), number + 100 * (label == "dog")).save(folder / f"{number:02d}.png")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [*torchrun, "-m", "tests.support.two_ranks", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env=environment(),
-        cwd=root,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["well", "well"]
+    ranks = forked_commands.run_ranks(2, tmp_path, code="from tests.support.two_ranks import main; main()")
+    assert [(done.returncode, done.stdout) for done in ranks] == [(0, "well\n")] * 2, [done.stderr for done in ranks]
 
 
 @pytest.mark.slow

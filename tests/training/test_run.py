@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from tests.support import forked_commands
 
 import vitrail
 from vitrail.checkpoints.bundle import Bundle
@@ -47,23 +47,11 @@ TINY = [
 
 def command(folder: Path, *more: str) -> list[str]:
     changes = [word for change in TINY for word in ("--set", change)]
-    return [
-        sys.executable,
-        "-m",
-        "vitrail",
-        "train",
-        "digits",
-        "--run",
-        str(folder),
-        "--device",
-        "cpu",
-        *changes,
-        *more,
-    ]
+    return ["train", "digits", "--run", str(folder), "--device", "cpu", *changes, *more]
 
 
 def run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(folder, *more), capture_output=True, text=True, check=False, timeout=300)
+    return forked_commands.run(*command(folder, *more), timeout=300)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -119,11 +107,8 @@ def test_killed_at_any_moment(seed: int, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(seed)
     kills = 0
     for _ in range(40):
-        process = subprocess.Popen(
-            command(folder, "--workers", str(seed), *often),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        words = command(folder, "--workers", str(seed), *often)
+        process = forked_commands.start(*words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         before = _steps(folder)
         while process.poll() is None and _steps(folder) <= before:
             time.sleep(0.005)
@@ -146,7 +131,7 @@ def _steps(folder: Path) -> int:
 
 def test_a_signal_saves_first(straight: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    process = subprocess.Popen(command(folder, "--workers", "0"), stderr=subprocess.PIPE, text=True)
+    process = forked_commands.start(*command(folder, "--workers", "0"))
     while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").read_text():
         time.sleep(0.01)
         assert process.poll() is None
@@ -162,7 +147,8 @@ def test_a_signal_saves_first(straight: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_corrupt_state_falls_back_to_the_previous_one(straight: Path, tmp_path: Path) -> None:
     folder, often = tmp_path / "run", ("--workers", "0", "--set", "save_minutes=0")
-    process = subprocess.Popen(command(folder, *often), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = forked_commands.start(*command(folder, *often), **quiet)
     while _steps(folder) < 3:
         time.sleep(0.01)
         assert process.poll() is None
@@ -261,19 +247,16 @@ def test_a_full_disk_keeps_the_previous_state(tmp_path: Path) -> None:
 
 def limited(limit: str, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     """Run with restricted resources: `limit` is executed before the command."""
-    words = command(folder, *more)[3:]
-    # Import everything first, as it may not be readable afterwards.
-    code = f"import sys, vitrail.api, vitrail.__main__ as m\n{limit}\nm.main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False, timeout=300
-    )
+    code = f"{limit}\n{forked_commands.COMMAND}"
+    return forked_commands.run(*command(folder, *more), code=code, timeout=300)
 
 
 @pytest.mark.slow
 def test_a_disk_that_fills_up_during_a_run(straight: Path, tmp_path: Path) -> None:
     """File size is limited to a few kB: the state cannot be written, and the run resumes from the previous one."""
     folder, often = tmp_path / "run", ("--workers", "0", "--set", "save_minutes=0")
-    process = subprocess.Popen(command(folder, *often), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = forked_commands.start(*command(folder, *often), **quiet)
     while _steps(folder) < 2:
         time.sleep(0.01)
         assert process.poll() is None
@@ -308,8 +291,7 @@ try:
 except CheckpointError as error:
     print(error)
 """
-    words = [sys.executable, "-c", code, str(closed / "run")]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+    done = forked_commands.run(closed / "run", code=code)
     assert done.stdout == f"the run folder {closed / 'run'} cannot be written: Permission denied\n"
     (tmp_path / "file").write_text("in the way")
     refused = run(tmp_path / "file" / "run")
@@ -466,9 +448,7 @@ def test_a_run_restarts_if_all_states_are_corrupt(straight: Path, tmp_path: Path
 def test_a_signal_to_all_processes_saves_first(straight: Path, tmp_path: Path) -> None:
     """As systemd, Slurm and `timeout` send it: the data workers get it, too."""
     folder = tmp_path / "run"
-    process = subprocess.Popen(
-        command(folder, "--workers", "1"), stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    process = forked_commands.start(*command(folder, "--workers", "1"), new_session=True)
     while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").read_text():
         time.sleep(0.01)
         assert process.poll() is None

@@ -1,7 +1,6 @@
 """Sweeps: every candidate is an ordinary run, selection uses the validation split, and the test split is used once."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tests.support import forked_commands
 
 import vitrail
 from vitrail.__main__ import _run
@@ -110,11 +110,8 @@ def test_finished_candidates_are_not_repeated(straight: Sweep) -> None:
 def test_killed_and_resumed(straight: Sweep, tmp_path: Path) -> None:
     folder, second = tmp_path / "sweep", tmp_path / "sweep" / "lr=0.1"
     changes = ["--device", "cpu", "--workers", "0", *(word for change in TINY for word in ("--set", change))]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vitrail", "train", "--sweep", "optimizer.lr=.01,.1,1e3", "--run", folder, *changes],
-        env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
-        stderr=subprocess.DEVNULL,
-    )
+    words = ["train", "--sweep", "optimizer.lr=.01,.1,1e3", "--run", folder, *changes]
+    process = forked_commands.start(*words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not list(second.glob("state/[0-9]*")):
         time.sleep(0.001)
         assert process.poll() is None
