@@ -1,7 +1,7 @@
 """The run folder: its name, its lock and its files.
 
-recipe.toml split.json stamps.index contents.index check.json samples/ metrics.jsonl log.txt best/ last/ state/
-sessions.json result.json; and with the extra `train`: curves.png tensorboard/ test_predictions.parquet
+recipe.toml split.json stamps.index contents.index check.json samples/ metrics.jsonl log.txt curves.svg best/ last/
+state/ sessions.json result.json; and with the extra `train`: tensorboard/ test_predictions.parquet
 """
 
 import contextlib
@@ -44,7 +44,7 @@ LOCK = ".lock"
 """Present in every run folder from the start."""
 SWEEP = "sweep.json"
 """Marks the folder of a sweep."""
-CURVES, EVENTS, TEST_PREDICTIONS = "curves.png", "tensorboard", "test_predictions.parquet"
+CURVES, EVENTS, TEST_PREDICTIONS = "curves.svg", "tensorboard", "test_predictions.parquet"
 
 
 class Origin(NamedTuple):
