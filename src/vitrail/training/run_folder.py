@@ -21,7 +21,7 @@ from vitrail.training.recipe import Recipe, write_toml
 
 T = TypeVar("T")
 
-RECIPE, SPLIT, CHECK, METRICS, LOG = "recipe.toml", "split.json", "check.json", "metrics.jsonl", "log.txt"
+RECIPE, SPLIT, CHECK, METRICS = "recipe.toml", "split.json", "check.json", "metrics.jsonl"
 RESULT, ORIGIN = "result.json", "origin.json"
 BUILT_IN = "digits"
 MOST_DIFFERENCES = 4
