@@ -5,9 +5,8 @@
 
 Every path predicts the same images: the model in float32 and under autocast; `vitrail.accelerate` in bf16, with exact
 GELU, and in fp8 calibrated on images of `--calibration`; fp8 with every weight rounded to nearest, with all blocks in
-fp8, with both; and bf16 with tokens merged in every block. "like bf16" is the top-1 agreement with the fast encoder in
-bf16, "error" the relative distance of the logits from float32. On a CPU the same encoder runs in plain torch with the
-same rounding, including fp8.
+fp8, and with both. "like bf16" is the top-1 agreement with the fast encoder in bf16, "error" the relative distance of
+the logits from float32. On a CPU the same encoder runs in plain torch with the same rounding, including fp8.
 """
 
 import argparse
@@ -26,7 +25,7 @@ from vitrail.acceleration.cuda.model import FastModel
 from vitrail.data.batches import Evaluation, evaluation_batches
 from vitrail.data.sources.opening import open_source
 from vitrail.data.sources.source import Source, Subset
-from vitrail.errors import ConfigError, VitrailError
+from vitrail.errors import VitrailError
 from vitrail.runtime import autocast, choose_device
 
 Path = Callable[[Tensor], Tensor]
@@ -40,9 +39,7 @@ def images(source: Source, bundle: vitrail.Bundle, device: torch.device, batch: 
         yield bundle.preprocess.normalise(found.pixels.to(device)), found.labels
 
 
-def paths(
-    bundle: vitrail.Bundle, device: torch.device, calibration: Tensor, merges: list[int]
-) -> Iterator[tuple[str, Path]]:
+def paths(bundle: vitrail.Bundle, device: torch.device, calibration: Tensor) -> Iterator[tuple[str, Path]]:
     """Yield every inference path that supports this model."""
     model = bundle.model.to(device).eval()
     yield "float32", model
@@ -54,7 +51,7 @@ def paths(
 
     yield "autocast", cast
     if not can_fold(model.config):
-        print("skipped, not supported by the fast encoder: fp8, exact GELU, token merging")
+        print("skipped, not supported by the fast encoder: fp8, exact GELU")
         yield "bf16", vitrail.accelerate(model)
         return
     yield "bf16", FastModel(model, EncoderPrecision())
@@ -71,13 +68,6 @@ def paths(
         yield "fp8, nearest", FastModel(model, EncoderPrecision(inputs=nearest))
         yield "fp8, all blocks", FastModel(model, EncoderPrecision(inputs=seen, spared=0))
         yield "fp8, both", FastModel(model, EncoderPrecision(inputs=nearest, spared=0))
-    for tokens in merges:
-        try:
-            merged = FastModel(model, EncoderPrecision(), merge=tokens)
-        except ConfigError as error:
-            print(f"merge {tokens}: skipped, {error}")
-        else:
-            yield f"bf16, merge {tokens}", merged
 
 
 def main() -> None:
@@ -87,7 +77,6 @@ def main() -> None:
     parser.add_argument("--calibration", help="calibration images for fp8 (default: the same data)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--batch", type=int, default=500)
-    parser.add_argument("--merge", type=int, nargs="*", default=[1, 2, 4], help="tokens merged in every block")
     options = parser.parse_args()
     device, bundle = choose_device(options.device), vitrail.load(options.model)
     source = open_source(options.data)
@@ -98,7 +87,7 @@ def main() -> None:
     names = [source.classes.index(name) for name in bundle.classes or source.classes]
     exact = fast = None
     print(f"{'path':18} {'accuracy':>8} {'like float32':>12} {'like bf16':>10} {'error':>8}   ({len(source):,} images)")
-    for name, path in paths(bundle, device, calibration, options.merge):
+    for name, path in paths(bundle, device, calibration):
         outputs, labels = [], []
         with torch.inference_mode():
             for batch, found in images(source, bundle, device, options.batch):

@@ -60,7 +60,6 @@ from vitrail.acceleration.accelerate import Accelerated
 from vitrail.acceleration.cuda import short_attention
 from vitrail.acceleration.cuda.calibration import calibrate
 from vitrail.acceleration.cuda.encoder import MATMULS, EncoderPrecision, can_fold, can_quantise
-from vitrail.acceleration.cuda.merging import Merging
 from vitrail.acceleration.cuda.model import FastModel
 from vitrail.acceleration.fused_training import FusedTraining, can_checkpoint, can_fuse
 from vitrail.errors import ConfigError, VitrailError
@@ -252,9 +251,9 @@ def answering(row: Row, model: nn.Module, mode: str | None = None) -> Ready:
     return Ready(lambda: logits(row.images), logits, held(model))
 
 
-def fast(row: Row, model: ViT, numbers: EncoderPrecision, *, graphs: bool = False, merge: int | Merging = 0) -> Ready:
+def fast(row: Row, model: ViT, numbers: EncoderPrecision, *, graphs: bool = False) -> Ready:
     """Build what `vitrail.accelerate` builds on CUDA, on any device."""
-    call = Accelerated(FastModel(model.to(row.device), numbers, merge=merge), row.device, graphs=graphs)
+    call = Accelerated(FastModel(model.to(row.device), numbers), row.device, graphs=graphs)
     return Ready(lambda: call(row.images), call, held(call.model), replayed=graphs)
 
 
@@ -316,12 +315,6 @@ def contestants(options: argparse.Namespace, weights: ViT | None) -> dict[str, d
         "vitrail fp8 unfused": lambda row: fast(row, model := ours(row, weights), low(row, model, fused=False)),
         "vitrail bf16 fused": lambda row: fast(row, ours(row, weights), EncoderPrecision(exact=True, fused=True)),
         "vitrail fp8 rows": lambda row: fast(row, model := ours(row, weights), low(row, model, weight_scales="row")),
-        "vitrail bf16 merge 8": lambda row: fast(row, ours(row, weights), EncoderPrecision(), merge=8),
-        "vitrail bf16 merge 16": lambda row: fast(row, ours(row, weights), EncoderPrecision(), merge=16),
-        "vitrail bf16 merge 8 unbiased": lambda row: fast(
-            row, ours(row, weights), EncoderPrecision(), merge=Merging(8, proportional=False)
-        ),
-        "vitrail fp8 merge 8": lambda row: fast(row, model := ours(row, weights), low(row, model), merge=8),
         "vitrail compile": lambda row: answering(row, ours(row, weights)),
         "torchvision compile": peer("torchvision"),
         "transformers compile": peer("transformers"),

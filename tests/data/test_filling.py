@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.data.test_on_device import apply_all
 
 from vitrail.data.augmentation import augment
 from vitrail.data.augmentation.augment import Affine, Augmentation, AugmentationPlan, Jitter
 from vitrail.data.augmentation.device_operations import operation_group
 from vitrail.data.augmentation.draws import draws
 from vitrail.data.augmentation.mixing import Mixing
-from vitrail.data.augmentation.on_device import apply_all
 from vitrail.data.augmentation.padding import OperationCapacity, operation_capacity, pad_plans
 from vitrail.data.augmentation.randaugment import Operation, RandAugment
 from vitrail.data.batches import Training

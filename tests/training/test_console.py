@@ -199,17 +199,17 @@ def _screen(written: str) -> list[str]:
 def test_without_the_extra_optional_files_are_skipped_and_added_later(tmp_path: Path) -> None:
     code = f"""
 import sys
-for package in ("matplotlib", "tensorboard", "pyarrow"):
+for package in ("tensorboard", "pyarrow"):
     sys.modules[package] = None
 from vitrail.training.train import train
 train("digits", changes={CHANGES!r}, folder={str(tmp_path / "run")!r}, device="cpu", workers=0)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    note = "not written: curves.png, tensorboard, test_predictions.parquet; pip install 'vitrail[train]' adds them"
+    note = "not written: tensorboard, test_predictions.parquet; pip install 'vitrail[train]' adds them"
     assert done.stderr.splitlines().count(note) == 1
     assert "held-out images" in done.stderr.splitlines()[-1]
-    files = {"curves.png", "tensorboard", "test_predictions.parquet"}
+    files = {"tensorboard", "test_predictions.parquet"}
     assert files.isdisjoint(path.name for path in (tmp_path / "run").iterdir())
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     train("digits", changes=CHANGES, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
@@ -218,13 +218,13 @@ train("digits", changes={CHANGES!r}, folder={str(tmp_path / "run")!r}, device="c
 
 
 def test_a_run_survives_curves_that_cannot_be_drawn(tmp_path: Path) -> None:
-    (tmp_path / "run" / "curves.png").mkdir(parents=True)
+    (tmp_path / "run" / "curves.svg").mkdir(parents=True)
     (tmp_path / "run" / "tensorboard").write_text("in the way")
     (tmp_path / "run" / ".lock").touch()  # a run was here before
     train("digits", changes=CHANGES, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
     log = (tmp_path / "run" / "log.txt").read_text()
     assert log.count("tensorboard is no longer written: ") == 1
-    assert log.count("curves.png is no longer written: ") == 1
+    assert log.count("curves.svg is no longer written: ") == 1
     assert "held-out images" in log.splitlines()[-1]
 
 

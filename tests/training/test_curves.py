@@ -1,19 +1,21 @@
-"""curves.png: it shows the numbers of the metrics file, and no text overlaps."""
+"""curves.svg: it shows the numbers of the metrics file, and no text overlaps."""
 
 import itertools
 import math
+import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from tests.browser import chromium
 
-import vitrail.training.curves as curves_module
-from vitrail.training.curves import VAL, Curve, curve, curves_figure, draw_curves, headlines
+from vitrail.training.curves import Curve, curve, curve_charts, curves_svg, draw_curves, headlines
 from vitrail.training.objectives import loss_note
 from vitrail.training.run_folder import MetricsFile
 from vitrail.training.train import train
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def metrics_file(steps: int, every: int = 0) -> list[dict[str, Any]]:
@@ -44,7 +46,9 @@ CASES = {
     "one measurement": metrics_file(1, 1),
     "not yet validated": metrics_file(40),
     "a run": metrics_file(300, 25),
-    "a long run": [{**row, "step": 1000 * row["step"]} for row in metrics_file(400, 5)],
+    "a long run": [
+        {**row, **{name: 1000 * row[name] for name in ("step", "best") if name in row}} for row in metrics_file(400, 5)
+    ],
     "only validated": [row for row in metrics_file(50, 10) if "val_top1" in row],
     "not finite": [*metrics_file(30, 10), {"step": 31, "loss": math.nan, "val_loss": math.inf}],
     "always the same": [{"step": step, "loss": 0.0, "lr": 0.0, "gradient_norm": 0.0} for step in (1, 2, 3)],
@@ -58,67 +62,63 @@ EVERYTHING = {
 RECIPES: list[dict[str, Any]] = [{}, EVERYTHING, {"objective": {"loss": "sigmoid"}}]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=["plain", "everything", "sigmoid"])
-@pytest.mark.parametrize("case", CASES)
-def test_no_text_overlaps_or_leaves_the_image(case: str, recipe: dict[str, Any]) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.text import Text
-
-    figure = curves_figure(CASES[case], "digits-1a2b3c", loss_note(recipe))
-    FigureCanvasAgg(figure).draw()
-    page = figure.bbox
-    texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
-    # The panels of a column share their x axis, which is labelled below the lower one only.
-    boxes = {text: text.get_window_extent() for text in texts if text.get_window_extent().width}
-    shown = {text: box for text, box in boxes.items() if _drawn(figure, text)}
-    assert len(shown) > 15
-    for text, box in shown.items():
-        assert page.x0 <= box.x0 < box.x1 <= page.x1, text
-        assert page.y0 <= box.y0 < box.y1 <= page.y1, text
-    for (one, box), (other, there) in itertools.combinations(shown.items(), 2):
-        assert not box.overlaps(there), (one, other)
+BOXES = """() => [...document.querySelectorAll("text")].map((text) => {
+    const box = text.getBoundingClientRect();
+    return [text.textContent, box.left, box.top, box.right, box.bottom];
+})"""
 
 
-def _drawn(figure: Any, text: Any) -> bool:
-    """Ticks outside an axis keep a label that is not drawn."""
-    for panel in figure.axes:
-        for axis, (low, high) in ((panel.xaxis, panel.get_xlim()), (panel.yaxis, panel.get_ylim())):
-            for tick in axis.get_major_ticks():
-                if text in (tick.label1, tick.label2):
-                    return bool(low <= tick.get_loc() <= high) and text.get_visible()
-    return True
+def test_no_text_overlaps_or_leaves_the_drawing(tmp_path: Path) -> None:
+    with chromium() as browser:
+        page = browser.new_page(viewport={"width": 1000, "height": 800})
+        for (case, rows), recipe in itertools.product(CASES.items(), RECIPES):
+            draw_curves(rows, tmp_path / "curves.svg", loss_note(recipe))
+            page.goto((tmp_path / "curves.svg").as_uri())
+            drawn, texts = page.evaluate("document.documentElement.getBoundingClientRect()"), page.evaluate(BOXES)
+            assert len(texts) > 15
+            for text, left, top, right, bottom in texts:
+                assert 0 <= left < right <= drawn["width"], (case, text)
+                assert 0 <= top < bottom <= drawn["height"], (case, text)
+            for (one, *box), (other, *there) in itertools.combinations(texts, 2):
+                beside = box[2] <= there[0] or there[2] <= box[0] or box[3] <= there[1] or there[3] <= box[1]
+                assert beside, (case, one, other)
 
 
 def test_the_file(tmp_path: Path) -> None:
-    draw_curves(CASES["not yet validated"], tmp_path / "curves.png")
-    before = _pixels_of(tmp_path / "curves.png", VAL)
-    draw_curves(CASES["a run"], tmp_path / "curves.png")
-    assert (before, _pixels_of(tmp_path / "curves.png", VAL) > 1000) == (0, True)
-    assert [path.name for path in tmp_path.iterdir()] == ["curves.png"]
-    draw_curves([], tmp_path / "nothing.png")
-    assert not (tmp_path / "nothing.png").exists()
+    draw_curves(CASES["not yet validated"], tmp_path / "curves.svg")
+    before = (tmp_path / "curves.svg").read_text()
+    draw_curves(CASES["a run"], tmp_path / "curves.svg")
+    after = (tmp_path / "curves.svg").read_text()
+    assert ("validation split" in before, "validation split" in after) == (False, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["curves.svg"]
+    draw_curves([], tmp_path / "nothing.svg")
+    assert not (tmp_path / "nothing.svg").exists()
 
 
-def _pixels_of(path: Path, colour: str) -> int:
-    with Image.open(path) as image:
-        pixels = np.asarray(image.convert("RGB"))
-    return int((pixels == [int(colour[i : i + 2], 16) for i in (1, 3, 5)]).all(axis=-1).sum())
+@pytest.mark.parametrize("case", CASES)
+def test_the_file_is_one_drawing_of_four_charts_for_light_and_dark(case: str) -> None:
+    drawn = curves_svg(CASES[case], "digits-1a2b3c")
+    titles = [element.text for element in ET.fromstring(drawn).iter(f"{SVG}text") if element.get("class") == "head"]
+    assert titles == ["Loss", "Accuracy", "Learning rate", "Gradient norm"]
+    assert drawn.count("<style>") == drawn.count("prefers-color-scheme:dark") == 1
+    assert "nan" not in drawn
+    assert "inf" not in drawn
 
 
-def test_the_figure_describes_its_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[str] = []
-    real = curves_module.curves_figure
+def test_the_charts_show_the_values() -> None:
+    _, accuracy, *_ = curve_charts(CASES["a run"])
+    tooltips = [element[0].text for element in ET.fromstring(accuracy).iter(f"{SVG}circle")]
+    validations = [row for row in CASES["a run"] if "val_top1" in row]
+    assert tooltips == [f"validation split, step {row['step']}: {row['val_top1']:.1%}" for row in validations]
+    assert "kept: 87.1%" in accuracy
 
-    def seen(*arguments: Any) -> Any:
-        figure = real(*arguments)
-        drawn.append(figure.axes[0].get_title(loc="right"))
-        return figure
 
-    monkeypatch.setattr(curves_module, "curves_figure", seen)
+def test_the_file_describes_its_losses(tmp_path: Path) -> None:
     tiny = ["model.width=16", "model.depth=1", "model.heads=1", "model.patch_size=4", "steps=2", "evaluations=1"]
     changes = [*tiny, "objective.label_smoothing=0.1", "mixing.mixup=0.2"]
     train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
-    assert drawn[-1].startswith("training: with label smoothing (0.1), mixup\nvalidation: without, ")
+    drawn = (tmp_path / "run" / "curves.svg").read_text()
+    assert ">Loss: training: with label smoothing (0.1), mixup; validation: without, so " in drawn
     assert loss_note({"objective": {"label_smoothing": 0.0}})[0] == "training: augmented images"
     assert loss_note(EVERYTHING) == (
         "training: with label smoothing (0.1), mixup, CutMix, class weights",
@@ -129,10 +129,10 @@ def test_the_figure_describes_its_losses(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_headline_has_the_best_and_the_last_numbers() -> None:
     head, below = headlines(CASES["a run"], "digits-1a2b3c")
-    assert head == "Validation accuracy 87.1%, step 275 of 300 kept"
-    assert below.startswith("digits-1a2b3c   ·   30.0 epochs   ·   training loss 0.1")
+    assert head == "digits-1a2b3c: validation accuracy 87.1%"
+    assert below.startswith("step 275 of 300 kept · 30.0 epochs · training loss 0.1")
     assert below.endswith("validation loss 1.000 at the end")
-    assert headlines(metrics_file(1), "a")[0] == "Step 1, not yet validated"
+    assert headlines(metrics_file(1), "a")[0] == "a: step 1"
 
 
 def test_smoothing_does_not_lag() -> None:
@@ -148,5 +148,5 @@ def test_smoothing_does_not_lag() -> None:
 def test_a_truncated_metrics_file_can_be_drawn(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     assert len(curve(MetricsFile.read(tmp_path), "loss")) == 1
-    draw_curves(MetricsFile.read(tmp_path), tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").exists()
+    draw_curves(MetricsFile.read(tmp_path), tmp_path / "curves.svg")
+    assert (tmp_path / "curves.svg").exists()

@@ -13,6 +13,6 @@ def test_the_digits_are_learned(tmp_path: Path) -> None:
     done = train(folder=tmp_path / "run", device="cpu", quiet=True)
     assert done.metrics.images == 359
     assert done.metrics.top1 > 0.97
-    assert {"curves.png", "test_predictions.parquet", "tensorboard", "result.json"} <= {
+    assert {"curves.svg", "test_predictions.parquet", "tensorboard", "result.json"} <= {
         p.name for p in done.folder.iterdir()
     }

@@ -58,7 +58,7 @@ def test_it_agrees_with_the_summary(tmp_path: Path) -> None:
     first = result["worst"][0]
     row = table.filter([index == first["index"] for index in table["index"].to_pylist()]).to_pylist()[0]
     assert {name: row[name] for name in first} == first
-    assert {"curves.png", "tensorboard", "test_predictions.parquet"} <= {path.name for path in run.folder.iterdir()}
+    assert {"curves.svg", "tensorboard", "test_predictions.parquet"} <= {path.name for path in run.folder.iterdir()}
     assert "vitrail[train]" not in (run.folder / "log.txt").read_text()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vitrail.acceleration.cuda.calibration import calibrate
 from vitrail.acceleration.cuda.elementwise import kernels_run
-from vitrail.acceleration.cuda.encoder import EncoderPrecision, can_fold, can_quantise
+from vitrail.acceleration.cuda.encoder import EncoderPrecision, can_quantise
 from vitrail.acceleration.cuda.graphs import CudaGraphs
 from vitrail.acceleration.cuda.model import FastModel, runs_fast
 from vitrail.acceleration.engine import prepare
@@ -56,7 +56,6 @@ def accelerate(
     calibration: Tensor | Iterable[Tensor] | None = None,
     exact: bool = False,
     graphs: bool = False,
-    merge: int = 0,
 ) -> Accelerated:
     """Return a faster version of a model with the same outputs, up to the rounding of a lower precision.
 
@@ -64,8 +63,6 @@ def accelerate(
     required for `fp8`, which rounds the weights by them. `exact`: on a CUDA device in bf16, compute the exact GELU
     instead of the tanh approximation, which is free there. `graphs`: on a CUDA device, capture a CUDA graph for each
     of the first few batch sizes; this helps small batches, which are otherwise limited by kernel launches.
-    `merge`: merge this many similar tokens in each block (token merging); this is faster but changes the outputs, so
-    evaluate the accuracy.
     A model that the fast encoder does not support runs under autocast.
     """
     if not isinstance(model, ViT):
@@ -76,32 +73,18 @@ def accelerate(
         model = copy.deepcopy(model).float()
     match precision:
         case "bf16":
-            # On a CPU, merging uses the same encoder in plain torch, so that its outputs can be checked anywhere.
-            if runs_fast(model) or (merge and _can_merge(model, device)):
-                return Accelerated(FastModel(model, EncoderPrecision(exact=exact), merge=merge), device, graphs=graphs)
+            if runs_fast(model):
+                return Accelerated(FastModel(model, EncoderPrecision(exact=exact)), device, graphs=graphs)
             return Accelerated(prepare(model, "bf16").eval(), device, graphs=graphs)
         case "fp8":
             check_fp8(model, device)
             if calibration is None:
                 raise ConfigError("fp8 needs calibration images; pass a batch of them as calibration, or use bf16")
-            # Calibrated without merging: merged tokens are means of others, so their range is not larger.
             encoder_precision = EncoderPrecision(exact=exact, inputs=calibrate(model, calibration))
-            return Accelerated(FastModel(model, encoder_precision, merge=merge), device, graphs=graphs)
+            return Accelerated(FastModel(model, encoder_precision), device, graphs=graphs)
         case _:
             hint = suggest(precision, get_args(LowPrecision)) or "; choose bf16 or fp8"
             raise ConfigError(f"no precision is called {precision!r}{hint}")
-
-
-def _can_merge(model: ViT, device: torch.device) -> bool:
-    """Raise if the fast encoder does not support the model, or its kernels do not run."""
-    if not can_fold(model.config):
-        raise ConfigError(
-            "token merging needs plain pre-norm blocks with positions added at the stem, which this model does not "
-            "have; use merge=0"
-        )
-    if device.type == "cuda":
-        raise ConfigError("token merging on a GPU needs Triton and a C compiler, which are missing; use merge=0")
-    return True
 
 
 def check_fp8(model: ViT, device: torch.device) -> None:

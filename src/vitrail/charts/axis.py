@@ -133,5 +133,6 @@ def panel(width: float, height: float, x: Axis, y: Axis, *, top: float) -> Panel
     """Lay out a panel, leaving space for tick labels and axis labels."""
     letters = max((len(y.format(tick)) for tick in y.ticks()), default=1)
     left = MARGIN + 10 + 7 * letters + (14 if y.label else 0)
+    right = max(2.0 * MARGIN, MARGIN + 3.5 * len(x.format(x.high)))  # the last tick label is centred on its tick
     below = 24 + (16 if x.label else 0)
-    return Panel(left, top, width - left - 2 * MARGIN, height - top - below - 4, x, y)
+    return Panel(left, top, width - left - right, height - top - below - 4, x, y)

@@ -5,13 +5,14 @@ Colours are CSS variables, so that a page can override them; a standalone chart 
 
 import math
 import re
+from collections.abc import Sequence
 
 from vitrail.charts.scale import rules
 
 COLOURS = 6
 """The number of series colours; more series cycle through them."""
-MARGIN, HEAD = 8, 30
-"""The margin around a drawing, and the height of its title."""
+MARGIN, HEAD, LINE = 8, 30, 19
+"""The margin around a drawing, the height of its title, and the height of a line of text below the title of a sheet."""
 _NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 # Okabe and Ito's colours, safe for colour-blind readers; lighter ones of the same hues for a dark page.
@@ -33,6 +34,7 @@ STYLE = (
     f".chart{{{_variables(_LIGHT)}font:12px system-ui,-apple-system,'Segoe UI',Roboto,sans-serif;"
     "font-variant-numeric:tabular-nums}"
     ".chart text{fill:var(--chart-ink);stroke:none}.chart .quiet{fill:var(--chart-quiet)}"
+    ".chart .title{font-weight:600;font-size:18px}"
     ".chart .head{font-weight:600;font-size:14px}.chart .small{font-size:10px}"
     ".chart .grid{stroke:var(--chart-line);stroke-width:1;fill:none}"
     ".chart .guide{stroke:var(--chart-ink);stroke-width:1.2;stroke-dasharray:2 3;fill:none}"
@@ -81,7 +83,25 @@ def titled(title: str) -> str:
 
 
 def drawing(body: str, *, title: str, description: str, width: float, height: float, standalone: bool) -> str:
-    """Return an SVG element; `standalone` adds style and background, for a file."""
+    """Return an SVG element with its title at the top; `standalone` adds style and background, for a file."""
+    body = text_at(MARGIN, 19, title, style="head") + body
+    return _element(body, title, description, width, height, standalone=standalone)
+
+
+def sheet(
+    charts: Sequence[tuple[float, float, str]], *, title: str, lines: Sequence[str], width: float, height: float
+) -> str:
+    """Return a standalone drawing of charts that are not, each at its x and y below a title and `lines` of text."""
+    top = HEAD + LINE * len(lines) + MARGIN
+    body = text_at(MARGIN, 24, title, style="title")
+    for index, line in enumerate(lines, 1):
+        body += text_at(MARGIN, 24 + LINE * index, line, style="quiet")
+    for x, y, chart in charts:
+        body += f'<g transform="translate({number(x)} {number(top + y)})">{chart}</g>'
+    return _element(body, title, "; ".join(lines), width, top + height, standalone=True)
+
+
+def _element(body: str, title: str, description: str, width: float, height: float, *, standalone: bool) -> str:
     style = (
         f'<style>{STYLE}</style><rect width="100%" height="100%" style="fill:var(--chart-paper)"/>'
         if standalone
@@ -91,8 +111,7 @@ def drawing(body: str, *, title: str, description: str, width: float, height: fl
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" role="img" aria-label="{escape(title)}" '
         f'viewBox="0 0 {number(width)} {number(height)}" {size}>'
-        f"{titled(title)}<desc>{escape(description)}</desc>{style}"
-        f"{text_at(MARGIN, 19, title, style='head')}{body}</svg>"
+        f"{titled(title)}<desc>{escape(description)}</desc>{style}{body}</svg>"
     )
 
 

@@ -152,10 +152,6 @@ class KeyMap:
     def _ours(self) -> list[tuple[re.Pattern[str], Rule]]:
         return [(_pattern(r.ours), r) for r in self.rules]
 
-    def knows(self, name: str) -> bool:
-        """Return whether one of their names is in the table."""
-        return any(pattern.fullmatch(name) for pattern, _, _ in self._theirs)
-
     def read(self, weights: Weights) -> tuple[Weights, list[str]]:
         """Convert their weights to ours; return ours, and the names that are not in the table.
 

@@ -24,11 +24,6 @@ def top_k_right(probabilities: Floats, labels: Integers, k: int) -> NDArray[np.b
     return np.asarray(before.sum(axis=1) < k)
 
 
-def top_k_accuracy(probabilities: Floats, labels: Integers, k: int = 1) -> float:
-    """Return the fraction of images whose class is among the k most probable."""
-    return float(top_k_right(probabilities, labels, k).mean())
-
-
 def confusion_matrix(labels: Integers, predicted: Integers, classes: int) -> NDArray[np.int64]:
     """Count the images of each class (row) by predicted class (column)."""
     cells = np.bincount(np.asarray(labels, np.int64) * classes + predicted, minlength=classes**2)

@@ -1,37 +1,20 @@
 """Training curves of one run, or of two runs overlaid."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
-from vitrail.charts.axis import Unit
-from vitrail.charts.lines import Series, line_chart
-from vitrail.reports.page import HEIGHT, WIDTH, Section, absent, chart
+from vitrail.charts.lines import Series
+from vitrail.reports.page import Section, absent, chart
 from vitrail.reports.run_record import Record
-from vitrail.training.curves import Curve, curve
+from vitrail.training.curves import curve, curve_charts, line, over_steps, sparse, wide
 from vitrail.training.objectives import only_in_training
-
-LOW = 190
-"""Height of the secondary charts."""
-Rows = Sequence[dict[str, Any]]
 
 
 def curves(run: Record) -> Section:
     """Return loss, accuracy, learning rate and gradient norm over the steps."""
-    rows = run.rows
-    if not rows:
+    if not run.rows:
         return _section(absent("metrics.jsonl has no steps, so there are no curves."))
-    loss = [*_noisy("training", curve(rows, "loss"), 1), _sparse("validation split", curve(rows, "val_loss"), 2)]
-    accuracy = [
-        _line("training (augmented)", curve(rows, "accuracy").smooth(), 1),
-        _sparse("validation split", curve(rows, "val_top1"), 2),
-    ]
-    return _section(
-        _over_steps("Loss", loss, log=_wide(rows), note=loss_note(run)),
-        _over_steps("Accuracy", accuracy, unit="percent", high=1.0),
-        _over_steps("Learning rate", [_line("", curve(rows, "lr"), 3)], low=0.0, height=LOW),
-        _over_steps("Gradient norm", _noisy("", curve(rows, "gradient_norm"), 4), height=LOW),
-    )
+    loss, *others = curve_charts(run.rows)
+    return _section(chart(loss, loss_note(run)), *(chart(one) for one in others))
 
 
 def loss_note(run: Record) -> str:
@@ -69,21 +52,17 @@ def curves_of_two(one: Record, other: Record, names: tuple[str, str]) -> Section
         return _section(absent("Neither run has taken a step, so there are no curves."))
 
     def validation(number: str) -> list[Series]:
-        return [_sparse(name, curve(rows, number), colour) for name, rows, colour in both]
+        return [sparse(name, curve(rows, number), colour) for name, rows, colour in both]
 
     def training(number: str) -> list[Series]:
-        return [_line(name, curve(rows, number).smooth(), colour) for name, rows, colour in both]
+        return [line(name, curve(rows, number).smooth(), colour) for name, rows, colour in both]
 
+    log = any(wide(rows) for _, rows, _ in both)
     return _section(
-        _over_steps("Accuracy on the validation split", validation("val_top1"), unit="percent", high=1.0),
-        _over_steps("Loss on the validation split", validation("val_loss"), log=True),
-        _over_steps(
-            "Training loss",
-            training("loss"),
-            log=any(_wide(rows) for _, rows, _ in both),
-            note=_note_of_two(one, other),
-        ),
-        _over_steps("Learning rate", training("lr"), low=0.0),
+        chart(over_steps("Accuracy on the validation split", validation("val_top1"), unit="percent", high=1.0)),
+        chart(over_steps("Loss on the validation split", validation("val_loss"), log=True)),
+        chart(over_steps("Training loss", training("loss"), log=log), _note_of_two(one, other)),
+        chart(over_steps("Learning rate", training("lr"), low=0.0)),
     )
 
 
@@ -96,42 +75,3 @@ def _note_of_two(one: Record, other: Record) -> str:
 
 def _section(*drawn: str) -> Section:
     return Section("curves", "Training", "Training curves", f'<div class="pair">{"".join(drawn)}</div>')
-
-
-def _over_steps(
-    title: str,
-    series: Sequence[Series],
-    *,
-    log: bool = False,
-    unit: Unit = "number",
-    low: float | None = None,
-    high: float | None = None,
-    height: int = HEIGHT,
-    note: str = "",
-) -> str:
-    return chart(
-        line_chart(
-            series, title=title, x_label="step", x_unit="integer", log=log, y_unit=unit, y_low=low, y_high=high,
-            width=WIDTH, height=height, standalone=False,
-        ),
-        note,
-    )  # fmt: skip
-
-
-def _line(name: str, points: Curve, colour: int) -> Series:
-    return Series(name if len(points) else "", points.steps.tolist(), points.values.tolist(), colour)
-
-
-def _sparse(name: str, points: Curve, colour: int) -> Series:
-    return _line(name, points, colour)._replace(marks=True)
-
-
-def _noisy(name: str, points: Curve, colour: int) -> list[Series]:
-    """Return the raw curve, faint, with a smoothed one on top."""
-    return [_line("", points, colour)._replace(faint=True), _line(name, points.smooth(), colour)]
-
-
-def _wide(rows: Rows) -> bool:
-    """Whether the loss spans a range that needs a logarithmic axis."""
-    smooth = curve(rows, "loss").smooth().values
-    return bool(len(smooth)) and bool(smooth.min() > 0) and bool(smooth.max() > 8 * smooth.min())

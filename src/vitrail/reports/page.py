@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 GENERATOR = "vitrail report"
 """Marks a file as a report, which may be overwritten."""
 QUALITY = 88
-WIDTH, HEIGHT = 440, 270
-"""Chart size: half the page width, and small enough to be legible on a phone."""
+WIDTH = 440
+"""Chart width: half the page width, and small enough to be legible on a phone."""
 
 
 class Section(NamedTuple):

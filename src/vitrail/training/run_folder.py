@@ -1,7 +1,7 @@
 """The run folder: its name, its lock and its files.
 
-recipe.toml split.json stamps.index contents.index check.json samples/ metrics.jsonl log.txt best/ last/ state/
-sessions.json result.json; and with the extra `train`: curves.png tensorboard/ test_predictions.parquet
+recipe.toml split.json stamps.index contents.index check.json samples/ metrics.jsonl log.txt curves.svg best/ last/
+state/ sessions.json result.json; and with the extra `train`: tensorboard/ test_predictions.parquet
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from vitrail.training.recipe import Recipe, write_toml
 
 T = TypeVar("T")
 
-RECIPE, SPLIT, CHECK, METRICS, LOG = "recipe.toml", "split.json", "check.json", "metrics.jsonl", "log.txt"
+RECIPE, SPLIT, CHECK, METRICS = "recipe.toml", "split.json", "check.json", "metrics.jsonl"
 RESULT, ORIGIN = "result.json", "origin.json"
 BUILT_IN = "digits"
 MOST_DIFFERENCES = 4
@@ -44,7 +44,7 @@ LOCK = ".lock"
 """Present in every run folder from the start."""
 SWEEP = "sweep.json"
 """Marks the folder of a sweep."""
-CURVES, EVENTS, TEST_PREDICTIONS = "curves.png", "tensorboard", "test_predictions.parquet"
+CURVES, EVENTS, TEST_PREDICTIONS = "curves.svg", "tensorboard", "test_predictions.parquet"
 
 
 class Origin(NamedTuple):

@@ -1,4 +1,4 @@
-"""Files a run writes as it trains: always metrics.jsonl; with the extra `train` also curves and TensorBoard events."""
+"""Files a run writes as it trains: metrics.jsonl and curves; with the extra `train` also TensorBoard events."""
 
 import importlib.util
 import time
@@ -20,7 +20,8 @@ DRAW_INTERVAL = 60.0
 """Seconds between redraws of the curves; more if drawing takes more than a fiftieth of that."""
 GAP_WINDOW = 20
 """Training accuracy is averaged over the last 1/20 of the steps up to the best checkpoint."""
-NEEDS = {CURVES: "matplotlib", EVENTS: "tensorboard", TEST_PREDICTIONS: "pyarrow"}
+NEEDS = {EVENTS: "tensorboard", TEST_PREDICTIONS: "pyarrow"}
+"""Packages of the extra `train` that files need."""
 
 
 class RunLogger:

@@ -13,7 +13,6 @@ from vitrail import Bundle, Preprocess, ViT, ViTConfig
 from vitrail.acceleration.cuda.calibration import calibrate
 from vitrail.acceleration.cuda.elementwise import to_fp8
 from vitrail.acceleration.cuda.encoder import MATMULS, EncoderPrecision
-from vitrail.acceleration.cuda.merging import Merging
 from vitrail.acceleration.cuda.model import FastModel
 from vitrail.acceleration.cuda.rounding import observe, round_correlated
 from vitrail.acceleration.engine import prepare
@@ -172,32 +171,6 @@ def test_images_of_any_floating_point_dtype(stem: str, precision: Any) -> None:
     fast = vitrail.accelerate(model, precision, calibration=images.double())
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         assert error(fast(images.to(dtype)), exact) < (0.05 if precision == "bf16" else 0.2)
-
-
-@pytest.mark.parametrize("pool", ["cls", "mean"])
-@pytest.mark.parametrize("merging", [Merging(2), Merging(2, proportional=False)], ids=str)
-def test_merged_tokens(pool: str, merging: Merging) -> None:
-    """The GPU gives the same as the CPU, with patches of two kinds, so that bf16 does not change which are merged."""
-    model, images, _ = given(pool=pool, position="none")
-    images = images[..., :16, :16].repeat(1, 1, 4, 4)
-    images[..., 32:, :] *= -1
-    with torch.inference_mode():
-        exact = FastModel(model.cpu().double(), EncoderPrecision(torch.float64, exact=True), merge=merging)(
-            images.cpu().double()
-        )
-        fast = FastModel(model.float().cuda(), EncoderPrecision(), merge=merging)
-        found = fast(images)
-        assert torch.equal(fast(images), found)
-    assert found.isfinite().all()
-    if merging.proportional:  # otherwise it matters which of two equal pairs is merged
-        assert error(found, exact) < 0.05
-
-
-def test_merged_tokens_in_a_graph() -> None:
-    model, images, _ = given()
-    plain, captured = vitrail.accelerate(model, merge=2), vitrail.accelerate(model, merge=2, graphs=True)
-    for given_images in (images, images.flip(0)):
-        assert torch.equal(captured(given_images), plain(given_images))
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])

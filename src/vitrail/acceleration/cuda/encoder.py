@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from vitrail.acceleration.cuda.elementwise import FP8, Form, activate, norm, quantise
 from vitrail.acceleration.cuda.folding import Affine, fold
 from vitrail.acceleration.cuda.matmul import Fp8Matmul, InputCalibration, Matmul, WeightScales, can_take_fp8
-from vitrail.acceleration.cuda.merging import Merging, log_sizes, merge, read_merging
 from vitrail.acceleration.cuda.rounding import InputStatistics, observe
 from vitrail.acceleration.onednn import pooled_token
 from vitrail.errors import ConfigError
@@ -70,20 +69,13 @@ def can_quantise(config: ViTConfig) -> bool:
 class FastEncoder(nn.Module):
     """The blocks of a model: all, or the first `layers`.
 
-    With `whole`, the last block returns every token, even if the head reads only one. With `merge`, each block except
-    one that returns a single token merges this many tokens (`merging.py`).
+    With `whole`, the last block returns every token, even if the head reads only one.
     """
 
     shift: Tensor
 
     def __init__(
-        self,
-        model: ViT,
-        precision: EncoderPrecision,
-        *,
-        layers: int | None = None,
-        whole: bool = False,
-        merge: int | Merging = 0,
+        self, model: ViT, precision: EncoderPrecision, *, layers: int | None = None, whole: bool = False
     ) -> None:
         super().__init__()
         if not can_fold(model.config):  # the result would be wrong
@@ -92,41 +84,28 @@ class FastEncoder(nn.Module):
                 "not have; use vitrail.accelerate"
             )
         self.dtype, self.read = precision.dtype, None if whole else pooled_token(model.config)
-        if self.read is not None and model.config.class_token == "last":
-            self.read = -1  # merging changes the index
         shift = next(model.parameters()).new_zeros(model.config.width, dtype=torch.float64)
         self.blocks = nn.ModuleList()
         blocks = list(model.blocks)[:layers]
-        merging = self._read_merging(merge, model.config, len(blocks))
         for index, block in enumerate(blocks):
             read = self.read if index == len(blocks) - 1 else None
-            fast = FastBlock(cast("Block", block), precision, index, shift, read, merging)
+            fast = FastBlock(cast("Block", block), precision, index, shift, read)
             self.blocks.append(fast)
             shift = fast.shift_after
         self.register_buffer("shift", shift.to(_wide(self.dtype)), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map (B, T, D) to (B, T, D), or to (B, 1, D) if the head reads one token. May overwrite `tokens`."""
-        return self.encode(tokens)[0]
-
-    def encode(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the tokens and how many patches each one stands for; None without merging."""
         B, T, D = tokens.shape
+        left = T if self.read is None else 1
         if not B:  # not every attention kernel supports an empty batch
-            left = T - sum(cast("FastBlock", block).merges for block in self.blocks)
-            return tokens.new_zeros(0, left if self.read is None else 1, D, dtype=_wide(self.dtype)), None
+            return tokens.new_zeros(0, left, D, dtype=_wide(self.dtype))
         # The kernels need contiguous rows, which the output of a convolution is not for one image.
-        x, branch, sizes = tokens.to(self.dtype).reshape(-1, D).contiguous(), None, None
+        x, branch = tokens.to(self.dtype).reshape(-1, D).contiguous(), None
         for block in self.blocks:
-            x, branch, sizes = block(x, branch, B, T, sizes)
-            T -= cast("FastBlock", block).merges
+            x, branch = block(x, branch, B, T)
         wide = x.to(_wide(self.dtype)) + self.shift
-        return (wide if branch is None else wide + branch).view(B, T if self.read is None else 1, D), sizes
-
-    def _read_merging(self, merge: int | Merging, config: ViTConfig, blocks: int) -> Merging | None:
-        count = merge.tokens if isinstance(merge, Merging) else merge
-        merging = read_merging(count, config, blocks if self.read is None else blocks - 1)
-        return merge if merging is not None and isinstance(merge, Merging) else merging
+        return (wide if branch is None else wide + branch).view(B, left, D)
 
     def observe(self, statistics: dict[str, InputStatistics], low: frozenset[str], spared: int) -> None:
         """Collect statistics of each matmul's input; correlations only for those that will be in fp8."""
@@ -140,24 +119,12 @@ class FastBlock(nn.Module):
     shift1: Tensor
     shift2: Tensor
 
-    def __init__(
-        self,
-        block: Block,
-        precision: EncoderPrecision,
-        index: int,
-        shift: Tensor,
-        read: int | None,
-        merging: Merging | None,
-    ) -> None:
+    def __init__(self, block: Block, precision: EncoderPrecision, index: int, shift: Tensor, read: int | None) -> None:
         super().__init__()
         config, folded = block.config, fold(block)
         self.index, self.eps, self.exact, self.fused = index, config.norm_eps, precision.exact, precision.fused
         self.heads, self.head_width = config.heads, config.head_width
         self.read = read
-        self.merges = 0 if merging is None or read is not None else merging.tokens
-        self.proportional = merging is not None and merging.proportional
-        patches = config.layout.patches
-        self.before, self.after = patches.start, config.tokens - patches.stop
         self.form = cast("Form", config.activation)
         self.statistics: dict[str, InputStatistics] | None = None
         self.correlated = set[str]()
@@ -179,34 +146,24 @@ class FastBlock(nn.Module):
         self.shift_after = shift + folded.fc2.bias if isinstance(self.fc2, Matmul) else shift
         """What remains to be added to the stream after this block."""
 
-    def forward(
-        self, x: Tensor, branch: Tensor | None, batch: int, tokens: int, sizes: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Map rows (batch·tokens, D) and a branch still to be added to the same after this block.
-
-        `sizes` (batch, tokens) is how many patches each token stands for, if tokens are merged.
-        """
+    def forward(self, x: Tensor, branch: Tensor | None, batch: int, tokens: int) -> tuple[Tensor, Tensor | None]:
+        """Map rows (batch·tokens, D) and a branch still to be added to the same after this block."""
         first = self.qkv if self.read is None else self.kv
         h = norm(x, self.eps, shift=self.shift1, branch=branch, scale=_scale(first))
         self._observe("qkv", h)
-        heads, keys = self._attend(h, batch, tokens, sizes)
+        heads = self._attend(h, batch, tokens)
         self._observe("proj", heads)
         if self.read is not None:
             x = x.unflatten(0, (batch, tokens))[:, self.read].contiguous()
         branch = _add_branch(x, self.proj, heads)
-        if self.merges:
-            # The pending shift is the same for all tokens, so it is also that of their mean.
-            x = (x if branch is None else x.add_(branch)).unflatten(0, (batch, tokens))
-            x, sizes = merge(x, sizes, keys, self.merges, before=self.before, after=self.after)
-            x, branch = x.flatten(0, 1).contiguous(), None
         h = norm(x, self.eps, shift=self.shift2, branch=branch, scale=_scale(self.fc1))
         self._observe("fc1", h)
         hidden = self._activated(h)
         self._observe("fc2", hidden)
-        return x, _add_branch(x, self.fc2, hidden), sizes
+        return x, _add_branch(x, self.fc2, hidden)
 
-    def _attend(self, h: Tensor, batch: int, tokens: int, sizes: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the concatenated heads, (M, inner), of all tokens or of the one that is read, and all keys."""
+    def _attend(self, h: Tensor, batch: int, tokens: int) -> Tensor:
+        """Return the concatenated heads, (M, inner), of all tokens or of the one that is read."""
         if self.read is None:
             # Views: the attention kernels do not need separate tensors.
             query, key, value = self.qkv(h).view(batch, tokens, 3, self.heads, self.head_width).unbind(2)
@@ -214,10 +171,8 @@ class FastBlock(nn.Module):
             row = h.unflatten(0, (batch, tokens))[:, self.read].contiguous()
             query = self.q(row).view(batch, 1, self.heads, self.head_width)
             key, value = self.kv(h).view(batch, tokens, 2, self.heads, self.head_width).unbind(2)
-        bias = log_sizes(sizes, query.dtype) if self.proportional else None
-        query, keys, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        heads = F.scaled_dot_product_attention(query, keys, value, attn_mask=bias)
-        return heads.transpose(1, 2).reshape(-1, self.heads * self.head_width), key
+        heads = F.scaled_dot_product_attention(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
+        return heads.transpose(1, 2).reshape(-1, self.heads * self.head_width)
 
     def _activated(self, h: Tensor) -> Tensor:
         scale = _scale(self.fc2)

@@ -11,7 +11,6 @@ from vitrail.acceleration.cuda.attention import preferred_attention
 from vitrail.acceleration.cuda.elementwise import add_table, cut_patches, kernels_run
 from vitrail.acceleration.cuda.encoder import EncoderPrecision, FastEncoder, can_fold
 from vitrail.acceleration.cuda.folding import affine
-from vitrail.acceleration.cuda.merging import Merging, weighted_mean
 from vitrail.models.checks import check_images
 from vitrail.models.vit import Features, ViT
 
@@ -26,21 +25,15 @@ class FastModel(nn.Module):
     """A model for inference only: maps normalised images (B, C, H, W) to the model's output.
 
     `layers` and `whole` are for `encode` and `features`: use only the first layers, and keep every token even if the
-    head reads only one. `merge` is how many tokens each block merges.
+    head reads only one.
     """
 
     def __init__(
-        self,
-        model: ViT,
-        precision: EncoderPrecision,
-        *,
-        layers: int | None = None,
-        whole: bool = False,
-        merge: int | Merging = 0,
+        self, model: ViT, precision: EncoderPrecision, *, layers: int | None = None, whole: bool = False
     ) -> None:
         super().__init__()
         self.config, self.dtype = model.config, precision.dtype
-        self.encoder = FastEncoder(model, precision, layers=layers, whole=whole, merge=merge)
+        self.encoder = FastEncoder(model, precision, layers=layers, whole=whole)
         around = _without_blocks(model)
         self.stem = PatchStem(around, precision.dtype) if self.config.stem in ("conv", "linear") else None
         low = precision.dtype in (torch.bfloat16, torch.float16)
@@ -49,10 +42,8 @@ class FastModel(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the model's output."""
-        tokens, sizes = self._encode(images)
+        tokens = self.encode(images)
         with self._casting(images):
-            if sizes is not None and self.config.pool == "mean":
-                return self._classify_mean(tokens, sizes)
             # Not `classify`, which also returns the weights of the pool `map`, and computes it differently.
             return self.around._classify(tokens)
 
@@ -65,20 +56,11 @@ class FastModel(nn.Module):
 
     def encode(self, images: Tensor) -> Tensor:
         """Return the tokens after the last block: all, (B, T, D), or the one the head reads, (B, 1, D)."""
-        return self._encode(images)[0]
-
-    def _encode(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
         with self._casting(images):
             tokens = self._tokens(images)
         # Disable the caller's autocast, which would change the accumulation dtypes.
         with torch.autocast(images.device.type, enabled=False), preferred_attention(images.device.type):
-            return self.encoder.encode(tokens)
-
-    def _classify_mean(self, tokens: Tensor, sizes: Tensor) -> Tensor:
-        """Pool merged tokens by size and return logits."""
-        around = self.around
-        pooled = weighted_mean(*(around._pooled_over(tensor) for tensor in (around.norm(tokens), sizes)))
-        return cast("Tensor", around.head(around.pre_logits(around.fc_norm(pooled))))
+            return cast("Tensor", self.encoder(tokens))
 
     def _casting(self, images: Tensor) -> torch.autocast:
         return torch.autocast(images.device.type, self.dtype, enabled=self.dtype in (torch.bfloat16, torch.float16))

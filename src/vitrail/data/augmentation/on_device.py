@@ -1,25 +1,21 @@
-"""`apply_all`: augment a whole batch of small images at once, on their own device.
+"""`apply_packed`: augment a whole batch of small images at once, on their own device.
 
 The plans are those of `augment.plan`, and so is the result, up to the rounding of a few pixels. Images must already
 have their final size: crops are by whole pixels, or none, and nothing is resized.
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.data.augmentation.augment import MIDDLE_GREY, Augmentation, AugmentationPlan
+from vitrail.data.augmentation.augment import MIDDLE_GREY, Augmentation
 from vitrail.data.augmentation.device_operations import (
     BatchOperations,
     Blends,
     PixelMoves,
     ValueMaps,
     Warps,
-    pack_operations,
 )
-from vitrail.data.packing import PackedArrays
 from vitrail.errors import ConfigError
 
 LUMA = (19595, 38470, 7471)
@@ -44,13 +40,6 @@ def check_on_device(augmentation: Augmentation) -> None:
         )
     if augmentation.erasing_fill == "noise":
         raise ConfigError('augmentation.erasing_fill = "noise" is not implemented on the device; use "grey"')
-
-
-def apply_all(plans: Sequence[AugmentationPlan], pixels: Tensor) -> Tensor:
-    """Apply to each image of (B, C, H, W), uint8, its plan."""
-    packed = PackedArrays()
-    operations = pack_operations(plans, (pixels.shape[2], pixels.shape[3]), packed)
-    return apply_packed(operations, packed.memory().to(pixels.device), pixels)
 
 
 def apply_packed(operations: BatchOperations, memory: Tensor, pixels: Tensor) -> Tensor:
