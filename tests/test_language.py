@@ -26,11 +26,13 @@ SUFFIXES = {".py", ".md", ".js", ".css", ".html", ".toml", ".json", ".svg"}
 
 
 def files() -> list[Path]:
-    found = [
+    result = [
         path for place in PLACES for path in ([ROOT / place] if (ROOT / place).is_file() else (ROOT / place).rglob("*"))
     ]
     return [
-        path for path in found if path.suffix in SUFFIXES and path != Path(__file__) and "__pycache__" not in path.parts
+        path
+        for path in result
+        if path.suffix in SUFFIXES and path != Path(__file__) and "__pycache__" not in path.parts
     ]
 
 

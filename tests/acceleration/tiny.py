@@ -43,8 +43,8 @@ def pixels(count: int, channels: int = 3, seed: int = 1) -> Tensor:
 @torch.inference_mode()
 def eager(made: Bundle, images: Tensor) -> Tensor:
     """Return the model's output in float32."""
-    answers: Tensor = made.model(made.preprocess.normalise(images))
-    return answers
+    outputs: Tensor = made.model(made.preprocess.normalise(images))
+    return outputs
 
 
 class CommandOutput(NamedTuple):
@@ -61,5 +61,5 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *wo
     capsys.readouterr()
     with pytest.raises(SystemExit) as left:
         vitrail.__main__.main()
-    said = capsys.readouterr()
-    return CommandOutput(int(left.value.code or 0), said.out, said.err)
+    output = capsys.readouterr()
+    return CommandOutput(int(left.value.code or 0), output.out, output.err)

@@ -69,8 +69,8 @@ class Files:
 
 def training(files: Files, batch: int = 8, **fields: Any) -> Training:
     stream = Stream(len(files), batch, seed=3)
-    given = {"augmentation": preset("augreg_medium1"), "mixing": Mixing(mixup=0.2, cutmix=1.0), **fields}
-    return Training(files, stream, PRE, **given)
+    settings = {"augmentation": preset("augreg_medium1"), "mixing": Mixing(mixup=0.2, cutmix=1.0), **fields}
+    return Training(files, stream, PRE, **settings)
 
 
 def same(one: Batch, other: Batch) -> bool:

@@ -227,8 +227,8 @@ def test_rollout_figure_of_a_bundle() -> None:
     expected = np.asarray(attended(image.resize((192, 128), Image.Resampling.NEAREST), map))
     assert made.image is not None
     # The first pair, after the margin and the heading: 192 wide, 6 between.
-    found = np.asarray(made.image)[41 : 41 + 128, 24 + 192 + 6 : 24 + 2 * 192 + 6]
-    np.testing.assert_array_equal(found, expected)
+    actual = np.asarray(made.image)[41 : 41 + 128, 24 + 192 + 6 : 24 + 2 * 192 + 6]
+    np.testing.assert_array_equal(actual, expected)
 
 
 def test_no_examples() -> None:

@@ -17,10 +17,10 @@ SMALL: dict[str, Any] = {"image_size": 32, "patch_size": 8, "width": 48, "depth"
 TOLERANCE = 1e-5
 
 
-def assert_same(found: Tensor, expected: Tensor) -> None:
-    assert found.shape == expected.shape
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape
     assert expected.std() > 1e-3, "uniform attention proves nothing"
-    assert float((found - expected).abs().max()) <= TOLERANCE
+    assert float((actual - expected).abs().max()) <= TOLERANCE
 
 
 @torch.no_grad()

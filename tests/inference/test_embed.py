@@ -62,10 +62,10 @@ def test_round_trip_of_every_format(suffix: str, kind: FeatureKind, dtype: Any, 
     expected = gather(
         model, open_source(photos), FeatureRequest(kind), ComputeOptions("cpu", batch=3, workers=0)
     ).features
-    found, rows = read(path)
-    assert found.dtype == np.dtype(dtype)
-    assert done.shape == found.shape
-    np.testing.assert_array_equal(found, expected.astype(dtype))
+    actual, rows = read(path)
+    assert actual.dtype == np.dtype(dtype)
+    assert done.shape == actual.shape
+    np.testing.assert_array_equal(actual, expected.astype(dtype))
     assert [row["index"] for row in rows] == list(range(20))
     assert [row["label"] for row in rows] == ["cat"] * 10 + ["dog"] * 10
     assert rows[0]["name"] == str(photos / "cat" / "0.png")
@@ -97,8 +97,8 @@ def test_an_unreadable_image_has_no_row(suffix: str, run: Run, photos: Path, mon
     assert done.out.startswith(f"20 × 16 float32 in x.{suffix}")
     assert done.err.splitlines()[0] == "1 image could not be read and was skipped:"
     assert done.err.splitlines()[1].startswith(f"  {photos / 'cat' / '00.png'}: ")
-    (good, _), (found, rows) = read(Path(f"good.{suffix}")), read(Path(f"x.{suffix}"))
-    np.testing.assert_allclose(found, good, atol=1e-6)
+    (good, _), (result, rows) = read(Path(f"good.{suffix}")), read(Path(f"x.{suffix}"))
+    np.testing.assert_allclose(result, good, atol=1e-6)
     assert [row["index"] for row in rows] == [0, *range(2, 21)]
 
 

@@ -135,8 +135,8 @@ def test_killed_at_any_moment(seed: int, tmp_path: Path) -> None:
         kills += 1
     assert kills >= 2
     assert run(folder, "--workers", "0", *often).returncode == 0
-    found, expected = weights(folder), weights(straight)
-    assert same(found, expected)
+    actual, expected = weights(folder), weights(straight)
+    assert same(actual, expected)
     assert (folder / "metrics.jsonl").read_text() == (straight / "metrics.jsonl").read_text()
 
 
@@ -281,10 +281,10 @@ def test_a_disk_that_fills_up_during_a_run(straight: Path, tmp_path: Path) -> No
     process.wait(timeout=60)
     before = _steps(folder)
     full = limited("import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))", folder, *often)
-    said = full.stderr.splitlines()[-1]
+    output = full.stderr.splitlines()[-1]
     assert (full.returncode, full.stdout) == (2, "")
-    assert "could not be saved" in said
-    assert f"the one of step {before} is intact" in said
+    assert "could not be saved" in output
+    assert f"the one of step {before} is intact" in output
     assert "Traceback" not in full.stderr
     assert _steps(folder) == before
     assert run(folder, *often).returncode == 0

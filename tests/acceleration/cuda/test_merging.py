@@ -20,15 +20,15 @@ EXACT = EncoderPrecision(torch.float64, exact=True)
 MANY: dict[str, Any] = {"patch_size": (4, 4), "depth": 3}  # 4 × 8 patches
 
 
-def given(kind: str = "plain", **changes: Any) -> tuple[ViT, Tensor]:
+def model_and_images(kind: str = "plain", **changes: Any) -> tuple[ViT, Tensor]:
     made = bundle(kind, **{**MANY, **changes})
     return made.model.double().eval(), made.preprocess.normalise(pixels(3, made.preprocess.channels)).double()
 
 
 @torch.inference_mode()
 def outputs(model: torch.nn.Module, images: Tensor) -> Tensor:
-    found: Tensor = model(images)
-    return found
+    result: Tensor = model(images)
+    return result
 
 
 def tokens(count: int, width: int = 6, seed: int = 0, batch: int = 2) -> Tensor:
@@ -47,16 +47,16 @@ def keys_of(x: Tensor, heads: int = 2) -> Tensor:
 @pytest.mark.parametrize(("before", "after"), [(0, 0), (1, 0), (0, 2), (3, 1)])
 def test_special_tokens_stay_and_nothing_is_lost(count: int, before: int, after: int) -> None:
     x = tokens(before + 11 + after)
-    found, sizes = merge(x, None, keys_of(x), count, before=before, after=after)
-    assert found.shape == (2, before + 11 + after - count, 6)
-    assert torch.equal(found[:, :before], x[:, :before])
-    assert torch.equal(found[:, len(found[0]) - after :], x[:, len(x[0]) - after :])
+    result, sizes = merge(x, None, keys_of(x), count, before=before, after=after)
+    assert result.shape == (2, before + 11 + after - count, 6)
+    assert torch.equal(result[:, :before], x[:, :before])
+    assert torch.equal(result[:, len(result[0]) - after :], x[:, len(x[0]) - after :])
     special = torch.cat([sizes[:, :before], sizes[:, sizes.shape[1] - after :]], dim=1)
     assert bool((special == 1).all())
     assert sizes.sum(dim=1).tolist() == [before + 11 + after] * 2
-    assert torch.allclose(weighted_mean(found, sizes), x.mean(dim=1))
+    assert torch.allclose(weighted_mean(result, sizes), x.mean(dim=1))
     # Tokens that were not merged are bit-identical.
-    same = (found[:, :, None] == x[:, None]).all(dim=3).any(dim=2)
+    same = (result[:, :, None] == x[:, None]).all(dim=3).any(dim=2)
     assert torch.equal(same, sizes == 1)
 
 
@@ -64,36 +64,36 @@ def test_the_most_similar_are_merged() -> None:
     x = torch.eye(6, dtype=torch.float64)[None].clone()
     x[0, 3] = 2 * x[0, 4] + 0.1 * x[0, 3]  # 4 has nearly the direction of 3; the norm of keys does not count
     x[0, 0] = 0.5 * x[0, 1] + 0.8 * x[0, 0]
-    found, sizes = merge(x, None, keys_of(x, heads=1), 1, before=0, after=0)
+    result, sizes = merge(x, None, keys_of(x, heads=1), 1, before=0, after=0)
     # 0 and 2 of the first set remain; then come 1, 3 and 5.
     assert sizes.tolist() == [[1, 1, 1, 2, 1]]
-    assert torch.equal(found[0, [0, 1, 2, 4]], x[0, [0, 2, 1, 5]])
-    assert torch.allclose(found[0, 3], (x[0, 3] + x[0, 4]) / 2)
-    found, sizes = merge(x, None, keys_of(x, heads=1), 2, before=0, after=0)
+    assert torch.equal(result[0, [0, 1, 2, 4]], x[0, [0, 2, 1, 5]])
+    assert torch.allclose(result[0, 3], (x[0, 3] + x[0, 4]) / 2)
+    result, sizes = merge(x, None, keys_of(x, heads=1), 2, before=0, after=0)
     assert sizes.tolist() == [[1, 2, 2, 1]]
-    assert torch.allclose(found[0, 1], (x[0, 0] + x[0, 1]) / 2)
+    assert torch.allclose(result[0, 1], (x[0, 0] + x[0, 1]) / 2)
 
 
 def test_a_mean_is_weighted_by_earlier_merges() -> None:
     x = tokens(2, batch=1)
     sizes = torch.tensor([[3.0, 1.0]], dtype=torch.float64)
-    found, merged = merge(x, sizes, keys_of(x), 1, before=0, after=0)
+    result, merged = merge(x, sizes, keys_of(x), 1, before=0, after=0)
     assert merged.tolist() == [[4.0]]
-    assert torch.allclose(found[0, 0], (3 * x[0, 0] + x[0, 1]) / 4)
+    assert torch.allclose(result[0, 0], (3 * x[0, 0] + x[0, 1]) / 4)
 
 
 def test_images_are_merged_independently() -> None:
     x = tokens(12, batch=3)
-    found, sizes = merge(x, None, keys_of(x), 4, before=1, after=0)
+    result, sizes = merge(x, None, keys_of(x), 4, before=1, after=0)
     for number in range(3):
         alone, alone_sizes = merge(x[number : number + 1], None, keys_of(x[number : number + 1]), 4, before=1, after=0)
-        assert torch.allclose(alone[0], found[number])
+        assert torch.allclose(alone[0], result[number])
         assert torch.equal(alone_sizes[0], sizes[number])
 
 
-def as_set(found: Tensor) -> Tensor:
+def as_set(tokens: Tensor) -> Tensor:
     """Return tokens (B, T, D) sorted by their first element, which differs."""
-    return torch.stack([image[image[:, 0].argsort()] for image in found])
+    return torch.stack([image[image[:, 0].argsort()] for image in tokens])
 
 
 def test_the_order_within_a_set_does_not_matter() -> None:
@@ -101,8 +101,8 @@ def test_the_order_within_a_set_does_not_matter() -> None:
     shuffled = x.clone()
     shuffled[:, ::2] = x[:, ::2][:, [3, 0, 5, 1, 4, 2]]
     shuffled[:, 1::2] = x[:, 1::2][:, [2, 4, 0, 5, 3, 1]]
-    found, expected = (merge(given, None, keys_of(given), 4, before=0, after=0)[0] for given in (shuffled, x))
-    assert torch.allclose(as_set(found), as_set(expected))
+    actual, expected = (merge(inputs, None, keys_of(inputs), 4, before=0, after=0)[0] for inputs in (shuffled, x))
+    assert torch.allclose(as_set(actual), as_set(expected))
 
 
 # ── a whole model ──
@@ -111,7 +111,7 @@ def test_the_order_within_a_set_does_not_matter() -> None:
 @pytest.mark.parametrize("kind", ["plain", "mean_of_all", "distilled"])
 @pytest.mark.parametrize("numbers", [EXACT, EncoderPrecision()], ids=["float64", "bf16"])
 def test_merging_nothing_is_bit_identical(kind: str, numbers: EncoderPrecision) -> None:
-    model, images = given(kind)
+    model, images = model_and_images(kind)
     if numbers.dtype != torch.float64:
         model, images = model.float(), images.float()
     assert torch.equal(outputs(FastModel(model, numbers, merge=0), images), outputs(FastModel(model, numbers), images))
@@ -121,11 +121,11 @@ def test_merging_nothing_is_bit_identical(kind: str, numbers: EncoderPrecision) 
 @pytest.mark.parametrize("class_token", ["first", "last"])
 def test_each_block_has_fewer_tokens(pool: str, merges: int, class_token: str) -> None:
     """Except the last one, if it computes a single token anyway."""
-    model, images = given(pool=pool, class_token=class_token, registers=2)
+    model, images = model_and_images(pool=pool, class_token=class_token, registers=2)
     fast = FastModel(model, EXACT, merge=4)
     seen: list[int] = []
     for block in fast.encoder.blocks:
-        block.register_forward_hook(lambda _, __, found: seen.append(len(found[0]) // 3))
+        block.register_forward_hook(lambda _, __, result: seen.append(len(result[0]) // 3))
     assert outputs(fast, images).shape == (3, 5)
     total = model.config.tokens
     assert seen == [total - 4, total - 8, total - 12 if merges == 3 else 1]
@@ -151,33 +151,33 @@ def test_each_block_has_fewer_tokens(pool: str, merges: int, class_token: str) -
 @pytest.mark.parametrize("count", [1, 5])
 def test_equal_patches_may_be_merged(changes: dict[str, Any], count: int) -> None:
     """If all patches are equal, proportional attention makes merging exact."""
-    model, images = given(**changes, position="none")
+    model, images = model_and_images(**changes, position="none")
     images = images[..., :4, :4].repeat(1, 1, 4, 8)
-    found = outputs(FastModel(model, EXACT, merge=count), images)
-    assert relative_error(found, outputs(model, images)) < 1e-10
+    result = outputs(FastModel(model, EXACT, merge=count), images)
+    assert relative_error(result, outputs(model, images)) < 1e-10
     if changes.get("pool") != "mean":
         unbiased = outputs(FastModel(model, EXACT, merge=Merging(count, proportional=False)), images)
         assert relative_error(unbiased, outputs(model, images)) > 1e-6
 
 
 def test_different_patches_change_the_output_slightly() -> None:
-    model, images = given()
+    model, images = model_and_images()
     assert 1e-6 < relative_error(outputs(FastModel(model, EXACT, merge=1), images), outputs(model, images)) < 0.5
 
 
 def test_in_fp8_too() -> None:
-    model, images = given(width=32, heads=2, pool="mean")
+    model, images = model_and_images(width=32, heads=2, pool="mean")
     model, images = model.float(), images.float()
     inputs = calibrate(model, images)
-    wanted = outputs(FastModel(model, EncoderPrecision(torch.float32, exact=True), merge=4), images)
+    expected = outputs(FastModel(model, EncoderPrecision(torch.float32, exact=True), merge=4), images)
     for low in ({"qkv", "fc1", "fc2"}, {"qkv", "proj", "fc1", "fc2"}):
         numbers = EncoderPrecision(torch.float32, inputs=inputs, low=frozenset(low))
-        assert relative_error(outputs(FastModel(model, numbers, merge=4), images), wanted) < 0.3
+        assert relative_error(outputs(FastModel(model, numbers, merge=4), images), expected) < 0.3
 
 
 @pytest.mark.parametrize("merge", [0, 4])
 def test_no_images(merge: int) -> None:
-    model, images = given(pool="mean")
+    model, images = model_and_images(pool="mean")
     assert outputs(FastModel(model, EXACT, merge=merge), images[:0]).shape == (0, 5)
 
 
@@ -185,11 +185,11 @@ def test_with_accelerate() -> None:
     made = bundle("plain", **MANY)
     images = made.preprocess.normalise(pixels(3))
     fast = vitrail.accelerate(made.model, merge=4)
-    found = fast(images)
+    result = fast(images)
     assert isinstance(fast.model, FastModel)
-    assert found.dtype == torch.float32
-    assert torch.equal(found, fast(images))
-    assert not torch.equal(found, vitrail.accelerate(made.model)(images))
+    assert result.dtype == torch.float32
+    assert torch.equal(result, fast(images))
+    assert not torch.equal(result, vitrail.accelerate(made.model)(images))
 
 
 # ── errors ──
@@ -221,7 +221,7 @@ def test_invalid_merge_options(changes: dict[str, Any], count: Any, message: str
 
 @pytest.mark.parametrize("changes", [{}, {"pool": "mean"}])
 def test_the_largest_merge(changes: dict[str, Any]) -> None:
-    model, images = given(**changes)
+    model, images = model_and_images(**changes)
     merges = 2 if model.config.pool == "cls" else 3
     most = model.config.patches // (merges + 1)
     assert read_merging(most, model.config, merges) == Merging(most)

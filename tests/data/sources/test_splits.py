@@ -31,13 +31,13 @@ def test_every_image_is_in_one_split(counts: list[int], seed: int, val: float, t
     for split, share in zip(splits, (None, val, test), strict=True):
         assert split.dtype == np.int64
         assert (np.diff(split) > 0).all()
-        found = np.bincount(labels[split], minlength=len(counts))
+        result = np.bincount(labels[split], minlength=len(counts))
         if share == 0:
             assert not len(split)
             continue
-        assert found.min() >= 1
+        assert result.min() >= 1
         if share is not None:
-            assert (np.abs(found - np.array(counts) * share) <= 1).all()
+            assert (np.abs(result - np.array(counts) * share) <= 1).all()
 
 
 @PROPERTY
