@@ -16,7 +16,7 @@ def chromium() -> Iterator[Any]:
     """Start the installed browser. Without one, tests are skipped, or fail in CI."""
     result = next((path for name in NAMES if (path := shutil.which(name))), None)
     if result is None:
-        missing = "there is no Chromium on this machine; run scripts/install-chromium"
+        missing = "Chromium is not installed; run scripts/install-chromium"
         if os.environ.get("CI"):
             pytest.fail(missing)
         pytest.skip(missing)

@@ -183,7 +183,7 @@ def test_bad_images_are_listed_and_skipped(bundle: Bundle, workers: int) -> None
 def test_no_readable_images(bundle: Bundle) -> None:
     with pytest.raises(DataError, match=r"none of the 200 can be read; the first, digits/0.png: "):
         evaluate_bundle(bundle, Corrupt(*range(200)), device="cpu", workers=0)
-    with pytest.raises(DataError, match="there are no images to evaluate"):
+    with pytest.raises(DataError, match="no images to evaluate"):
         evaluate(bundle.model, [], DIGITS, preprocess=PRE, device=CPU)
 
 

@@ -125,7 +125,7 @@ def test_one_bad_image_does_not_stop_the_others(run: Callable[..., Done]) -> Non
         (("cat.png", "--grid", "heads"), "only attention has one map per head, relevance does not"),
         (("none.png",), "none.png does not exist"),
         (("cat.png", "--out", "cat.png"), "cat.png is a file"),
-        (("empty",), "there are no images in empty"),
+        (("empty",), "no images in empty"),
     ],
 )
 def test_errors_are_one_line(run: Callable[..., Done], words: tuple[object, ...], message: str) -> None:

@@ -144,10 +144,10 @@ def test_other_than_three_channels() -> None:
             "no distillation token; choose class, register:0",
         ),
         ("mean", {"method": "attention", "query": "class"}, "no class token; choose mean or a patch 'row,column'"),
-        ("mean", {"method": "attention", "query": "pool"}, "there is no token 'pool'; choose mean or a patch"),
-        ("mean", {"method": "attention", "query": "somewhere"}, "there is no token 'somewhere'; choose"),
-        ("mean", {"method": "attention", "query": 5}, "there is no token '5'; choose"),
-        ("mean", {"method": "attention", "query": (1, 2, 3)}, "there is no token '(1, 2, 3)'; choose"),
+        ("mean", {"method": "attention", "query": "pool"}, "unknown token 'pool'; choose mean or a patch"),
+        ("mean", {"method": "attention", "query": "somewhere"}, "unknown token 'somewhere'; choose"),
+        ("mean", {"method": "attention", "query": 5}, "unknown token '5'; choose"),
+        ("mean", {"method": "attention", "query": (1, 2, 3)}, "unknown token '(1, 2, 3)'; choose"),
         ("map", {"method": "attention", "query": "pool", "layer": 1}, "the pool's query comes after all layers"),
         (
             "class first",
@@ -176,7 +176,7 @@ def test_invalid_options(name: str, options: dict[str, Any], message: str) -> No
 
 
 def test_models_without_a_class_to_explain() -> None:
-    with pytest.raises(InputError, match="no head, so there is no class to explain; use attention, rollout or pca"):
+    with pytest.raises(InputError, match="no head, so it has no class to explain; use attention, rollout or pca"):
         vitrail.explain(bundle("class first", classes=0), noise(), device="cpu")
     assert vitrail.explain(bundle("class first", classes=0), noise(), method="rollout", device="cpu").map.shape == (
         3,

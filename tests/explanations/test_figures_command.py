@@ -133,7 +133,7 @@ def test_unreadable_images_are_reported(run: Run) -> None:
             "the figure 'distance' needs images; pass files or folders after the model",
         ),
         (["model", "nowhere"], "nowhere does not exist; give files, folders"),
-        (["model", "empty"], "there are no images in these paths"),
+        (["model", "empty"], "no images in these paths"),
         (["model", "bad.png"], "none of the images can be read"),
         (["model", "photos", "--out", "taken"], "filters.png"),
         (["model", "photos", "--out", "bad.png"], "bad.png is a file, but figures need a folder"),

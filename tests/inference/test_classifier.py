@@ -113,7 +113,7 @@ def test_bad_images_raise_or_are_kept(classifier: Classifier, tmp_path: Path) ->
     assert repr(first) == f"Prediction(error: {first.error})"
     assert second == classifier(good)
     assert third.error == "it cannot be read: No such file or directory"
-    with pytest.raises(DataError, match="there is no prediction: it is not an image"):
+    with pytest.raises(DataError, match="the image has no prediction: it is not an image"):
         _ = first.name
     with pytest.raises(ConfigError, match="choose 'raise' or 'keep'"):
         classifier(good, errors="ignore")  # type: ignore[call-overload]

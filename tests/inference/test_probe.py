@@ -132,7 +132,7 @@ def test_few_images(run: Run, photos: Path) -> None:
     assert "few-shot  5 shots" in done.out
     assert "few-shot  10 shots" not in done.out
     assert "25 shots are skipped: class 'cat' (and 1 more) has only 7 training images." in done.out
-    assert "K is 14 instead of 20, because there are no more training images." in done.out
+    assert "K is 14 instead of 20, because the data has no more training images." in done.out
     assert "1 more could not be read:" in done.out
     assert "bad.png" in done.out
 

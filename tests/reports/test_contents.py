@@ -115,7 +115,7 @@ def test_a_mistake_shows_the_stored_image_and_the_model_input(tmp_path: Path) ->
     ]
     (run.folder / "result.json").write_text(json.dumps(result))
     html = section(Page(report(run.folder)), "mistakes")
-    sources = re.findall(r'<div class="whole"><img src="data:image/jpeg;base64,([^"]+)"', html)
+    sources = re.findall(r'<div class="original"><img src="data:image/jpeg;base64,([^"]+)"', html)
     assert sources
     for source in sources:
         with Image.open(io.BytesIO(base64.b64decode(source))) as image:

@@ -20,7 +20,7 @@ def curves(run: Record) -> Section:
     """Return loss, accuracy, learning rate and gradient norm over the steps."""
     rows = run.rows
     if not rows:
-        return _section(absent("metrics.jsonl has no steps, so there are no curves."))
+        return _section(absent("metrics.jsonl has no steps, so the curves are missing."))
     loss = [*_noisy("training", curve(rows, "loss"), 1), _sparse("validation split", curve(rows, "val_loss"), 2)]
     accuracy = [
         _line("training (augmented)", curve(rows, "accuracy").smooth(), 1),
@@ -66,7 +66,7 @@ def curves_of_two(one: Record, other: Record, names: tuple[str, str]) -> Section
     """Return the curves of two runs, overlaid."""
     both = [(name, run.rows, place) for place, (name, run) in enumerate(zip(names, (one, other), strict=True), 1)]
     if not any(rows for _, rows, _ in both):
-        return _section(absent("Neither run has taken a step, so there are no curves."))
+        return _section(absent("Neither run has taken a step, so the curves are missing."))
 
     def validation(number: str) -> list[Series]:
         return [_sparse(name, curve(rows, number), colour) for name, rows, colour in both]

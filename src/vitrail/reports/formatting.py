@@ -41,7 +41,7 @@ def ended(text: str) -> str:
 
 
 def file_name(path: str, most: int = 56) -> str:
-    """Shorten a path: keep the whole file name if possible, and as plural parent folders as fit.
+    """Shorten a path: keep the whole file name if possible, and as many parent folders as fit.
 
     >>> file_name("/home/someone/photos/of/many/kinds/cat/IMG_1118.JPG", 24)
     '…/kinds/cat/IMG_1118.JPG'

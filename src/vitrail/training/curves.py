@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.training.run_folder import whole
+from vitrail.training.run_folder import atomic_file
 
 # The Okabe-Ito palette, safe for colour-blind readers; text and lines are softer than black.
 TRAIN, VAL, LEARNING_RATE, GRADIENT = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
@@ -74,20 +74,20 @@ class Curve(NamedTuple):
 
 def curve(rows: Sequence[dict[str, Any]], name: str) -> Curve:
     """Return a metric over the steps, skipping missing and non-finite values."""
-    found = [(row["step"], row[name]) for row in rows if math.isfinite(row.get(name, math.nan))]
-    points = np.array(found, np.float64).reshape(-1, 2)
+    finite = [(row["step"], row[name]) for row in rows if math.isfinite(row.get(name, math.nan))]
+    points = np.array(finite, np.float64).reshape(-1, 2)
     return Curve(points[:, 0], points[:, 1])
 
 
 def draw_curves(rows: Sequence[dict[str, Any]], path: Path, note: Sequence[str] = ()) -> None:
     """Draw the rows of a metrics file; `note` says how the two losses differ. Without rows, draw nothing."""
     if rows:
-        with whole(path) as temporary:
+        with atomic_file(path) as temporary:
             curves_figure(rows, path.parent.name, note).savefig(temporary, format="png")
 
 
 def curves_figure(rows: Sequence[dict[str, Any]], name: str, note: Sequence[str] = ()) -> Any:
-    """Return the curves as a matplotlib figure; `name` is the run's name, `note` is printed beside the loss."""
+    """Return the curves as a matplotlib figure; `name` is the run's name, `note` is printed next to the loss."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

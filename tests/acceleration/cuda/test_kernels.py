@@ -23,7 +23,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 if not ON_GPU:
     # Read when a kernel is defined, so set before the import.
     os.environ["TRITON_INTERPRET"] = "1"
-pytest.importorskip("triton", reason="there is no Triton for this system")
+pytest.importorskip("triton", reason="Triton is not available on this system")
 from vitrail.acceleration.cuda import gradient_kernels, kernels, short_attention_kernels  # noqa: E402
 
 # The kernels rely on exp overflowing to infinity; NumPy, which interprets them, warns about it.

@@ -129,7 +129,7 @@ def test_each_block_has_fewer_tokens(pool: str, merges: int, class_token: str) -
     assert outputs(fast, images).shape == (3, 5)
     total = model.config.tokens
     assert seen == [total - 4, total - 8, total - 12 if merges == 3 else 1]
-    whole, sizes = FastEncoder(model, EXACT, whole=True, merge=4).encode(tokens(total, 24))
+    whole, sizes = FastEncoder(model, EXACT, all_tokens=True, merge=4).encode(tokens(total, 24))
     assert whole.shape[1] == total - model.config.depth * 4
     assert sizes is not None
     assert sizes.sum(dim=1).tolist() == [total] * 2

@@ -424,13 +424,13 @@ def test_only_new_and_changed_images_are_decoded_again(root: Path, decoded: list
 class Stamped:
     """A folder whose stamps never change, as when a disk fails or a network share is locked."""
 
-    whole: Folder
+    base: Folder
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.whole, name)
+        return getattr(self.base, name)
 
     def __len__(self) -> int:
-        return len(self.whole)
+        return len(self.base)
 
     def stamp(self, index: int) -> tuple[int, int]:
         return 1, 1

@@ -101,7 +101,7 @@ def test_a_folder_with_splits(tmp_path: Path) -> None:
     assert splits.val.labels.tolist() == [1, 2, 2]
     assert splits.val.stamp(0)[0] == 5
     assert splits.val.name(0) == f"{tmp_path}/validation/bee/00.png"
-    assert (splits.record["method"], splits.record["shares"], splits.record["seed"]) == ("given", {}, None)
+    assert (splits.record["method"], splits.record["fractions"], splits.record["seed"]) == ("given", {}, None)
     assert splits.record["names"]["test"] == ["bee/00.png", "bee/01.png"]
     assert refused(tmp_path, one=True) == "DATA has the splits test, train, validation; give the folder of one of them"
     assert len(open_source(tmp_path / "test")) == 2
@@ -125,7 +125,7 @@ def test_test_without_val(tmp_path: Path) -> None:
     folder(tmp_path / "test", ant=3)
     splits = open_data(tmp_path, seed=2)
     assert (len(splits.train), len(contents(splits.val)), len(contents(splits.test))) == (27, 3, 3)
-    assert (splits.record["shares"], splits.record["seed"]) == ({"val": 0.1}, 2)
+    assert (splits.record["fractions"], splits.record["seed"]) == ({"val": 0.1}, 2)
     assert open_data(tmp_path, val=0).val is None
 
 

@@ -100,7 +100,7 @@ def test_a_recorded_split_is_restored() -> None:
     whole = digits()
     splits = split_source(whole, seed=5, val=0.15, test=0.05)
     record = json.loads(json.dumps(splits.record))
-    assert (record["method"], record["seed"], record["shares"]) == ("stratified", 5, {"val": 0.15, "test": 0.05})
+    assert (record["method"], record["seed"], record["fractions"]) == ("stratified", 5, {"val": 0.15, "test": 0.05})
     assert sum(record["counts"]["train"].values()) == len(splits.train)
     assert len(record["names"]["val"]) == len(splits.val)
     again = splits_from_record(whole, record)

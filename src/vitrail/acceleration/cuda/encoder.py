@@ -70,8 +70,8 @@ def can_quantise(config: ViTConfig) -> bool:
 class FastEncoder(nn.Module):
     """The blocks of a model: all, or the first `layers`.
 
-    With `whole`, the last block returns every token, even if the head reads only one. With `merge`, each block except
-    one that returns a single token merges this many tokens (`merging.py`).
+    With `all_tokens`, the last block returns every token, even if the head reads only one. With `merge`, each block
+    except one that returns a single token merges this many tokens (`merging.py`).
     """
 
     shift: Tensor
@@ -82,7 +82,7 @@ class FastEncoder(nn.Module):
         precision: EncoderPrecision,
         *,
         layers: int | None = None,
-        whole: bool = False,
+        all_tokens: bool = False,
         merge: int | Merging = 0,
     ) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class FastEncoder(nn.Module):
                 "the fast encoder needs plain pre-norm blocks and positions added at the stem, which this model does "
                 "not have; use vitrail.accelerate"
             )
-        self.dtype, self.read = precision.dtype, None if whole else pooled_token(model.config)
+        self.dtype, self.read = precision.dtype, None if all_tokens else pooled_token(model.config)
         if self.read is not None and model.config.class_token == "last":
             self.read = -1  # merging changes the index
         shift = next(model.parameters()).new_zeros(model.config.width, dtype=torch.float64)

@@ -25,8 +25,8 @@ def runs_fast(model: ViT) -> bool:
 class FastModel(nn.Module):
     """A model for inference only: maps normalised images (B, C, H, W) to the model's output.
 
-    `layers` and `whole` are for `encode` and `features`: use only the first layers, and keep every token even if the
-    head reads only one. `merge` is how many tokens each block merges.
+    `layers` and `all_tokens` are for `encode` and `features`: use only the first layers, and keep every token even if
+    the head reads only one. `merge` is how many tokens each block merges.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class FastModel(nn.Module):
         precision: EncoderPrecision,
         *,
         layers: int | None = None,
-        whole: bool = False,
+        all_tokens: bool = False,
         merge: int | Merging = 0,
     ) -> None:
         super().__init__()
         self.config, self.dtype = model.config, precision.dtype
-        self.encoder = FastEncoder(model, precision, layers=layers, whole=whole, merge=merge)
+        self.encoder = FastEncoder(model, precision, layers=layers, all_tokens=all_tokens, merge=merge)
         around = _without_blocks(model)
         self.stem = PatchStem(around, precision.dtype) if self.config.stem in ("conv", "linear") else None
         low = precision.dtype in (torch.bfloat16, torch.float16)
