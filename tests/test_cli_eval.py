@@ -295,7 +295,7 @@ def test_sources_that_cannot_be_opened(run: Run, bundle: Path, data: Path, tmp_p
     for words in ((tmp_path / "nowhere", data), (bundle, tmp_path / "nowhere")):
         done = run(*words)
         assert (done.code, done.out) == (2, "")
-        assert "nowhere" in done.err
+        assert "nowhere does not exist; " in done.err
         assert len(done.err.splitlines()) == 1
 
 
@@ -335,7 +335,7 @@ def test_python_errors(bundle: Path, data: Path) -> None:
         vitrail.evaluate(bundle, data, split="tset")
     with pytest.raises(vitrail.CheckpointError, match=r"wrap your own model with vitrail\.Bundle"):
         vitrail.evaluate(vitrail.load(bundle).model, data)
-    with pytest.raises(vitrail.DataError, match="nowhere"):
+    with pytest.raises(vitrail.DataError, match="nowhere does not exist; give a folder"):
         vitrail.evaluate(bundle, data / "nowhere")
-    with pytest.raises(vitrail.ConfigError, match="'gpu'"):
+    with pytest.raises(vitrail.ConfigError, match="no device is called 'gpu'"):
         vitrail.evaluate(bundle, data, device="gpu")

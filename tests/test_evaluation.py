@@ -163,7 +163,7 @@ def test_classes_that_do_not_match(bundle: Bundle) -> None:
     with pytest.raises(DataError, match="image 0 has no class"):
         evaluate_bundle(bundle, without, device="cpu", workers=0)
     headless = Bundle(ViT(bundle.model.config.replace(classes=0)), PRE)
-    with pytest.raises(CheckpointError, match="no head"):
+    with pytest.raises(CheckpointError, match="the model has no head, so it cannot predict classes"):
         evaluate_bundle(headless, DIGITS, device="cpu", workers=0)
     batches = evaluation_batches(EvaluationData(other, PRE, 2), workers=0)
     with pytest.raises(DataError, match="the model has 10 classes and the data 2"):

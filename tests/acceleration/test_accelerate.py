@@ -64,10 +64,16 @@ def test_images_of_any_floating_point_dtype(kind: str, dtype: torch.dtype) -> No
     assert relative_error(result, fast(images)) < 0.05
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros(1, 3, 16, 32, dtype=torch.uint8), [[0.0]]])
-def test_invalid_inputs_are_refused(wrong: Any) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (torch.zeros(1, 3, 16, 32, dtype=torch.uint8), "expected normalised floating-point images, found torch.uint8"),
+        ([[0.0]], "expected a tensor of images, found list"),
+    ],
+)
+def test_invalid_inputs_are_refused(wrong: Any, message: str) -> None:
     made, _ = bundle_and_images("plain")
-    with pytest.raises(InputError, match="expected"):
+    with pytest.raises(InputError, match=message):
         accelerate(made.model)(wrong)
 
 

@@ -264,7 +264,7 @@ def test_the_overlay_is_aligned_with_the_map() -> None:
     assert result.overlay(opacity=0).tobytes() == image.tobytes()
     assert result.side_by_side().size == (240 + 8 + 240, 160)
     for wrong in (-0.1, 1.1):
-        with pytest.raises(ConfigError, match="opacity"):
+        with pytest.raises(ConfigError, match=f"opacity is {wrong}; it should be from 0"):
             result.overlay(wrong)
 
 
@@ -276,7 +276,7 @@ def test_saving(tmp_path: Path) -> None:
         assert image.size == (width, height + CAPTION)
     result.save(tmp_path / "x.npy")
     assert np.array_equal(np.load(tmp_path / "x.npy"), result.map)
-    with pytest.raises(CheckpointError, match="exists"):
+    with pytest.raises(CheckpointError, match="exists already; choose another name, or replace it with --overwrite"):
         result.save(tmp_path / "x.npy")
     result.save(tmp_path / "x.npy", overwrite=True)
     with pytest.raises(ConfigError, match=r"has no suffix of an image"):

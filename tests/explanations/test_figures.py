@@ -407,11 +407,11 @@ def test_few_images_and_none() -> None:
         distance_figure(made, pixels(made.model.config, 0))
     with pytest.raises(InputError, match="at least one image"):
         attention_distance(made.model, [])
-    with pytest.raises(InputError, match="12×20"):
+    with pytest.raises(InputError, match="12×20 pixels"):
         distance_figure(made, torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
     with torch.no_grad():
         made.model.blocks[1].mlp.fc2.weight[0] = math.inf
-    with pytest.raises(Diverged, match="not finite"):
+    with pytest.raises(Diverged, match="the output of block 2 is not finite"):
         distance_figure(made, pixels(made.model.config))
     assert isinstance(distance_figure(bundle(image_size=4), torch.zeros(1, 3, 4, 4, dtype=torch.uint8)), Absent)
 
@@ -421,7 +421,7 @@ def test_a_count_of_zero_filters() -> None:
         filters(vit(), 0)
     made = bundle()
     torch.nn.init.constant_(made.model.patch_embed.proj.weight, math.nan)
-    with pytest.raises(Diverged, match="kernels"):
+    with pytest.raises(Diverged, match="the kernels of the patch embedding are not finite"):
         filters_figure(made)
 
 

@@ -243,6 +243,6 @@ def test_a_figure_is_saved_atomically(tmp_path: Path) -> None:
     figure = filters_figure(tiny())
     assert isinstance(figure, Figure)
     path = figure.save(tmp_path / "new" / "folder")
-    with pytest.raises(CheckpointError, match="exists"):
+    with pytest.raises(CheckpointError, match="exists already; choose another name, or replace it with --overwrite"):
         figure.save(tmp_path / "new" / "folder")
     assert [other.name for other in path.parent.iterdir()] == ["filters.png"]

@@ -165,7 +165,7 @@ def test_bundles_that_cannot_classify(tmp_path: Path) -> None:
         Classifier(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="'tortch'; did you mean 'torch'"):
         Classifier(tiny_bundle(), engine="tortch")
-    with pytest.raises(ConfigError, match="'int3'"):
+    with pytest.raises(ConfigError, match="no precision is called 'int3'"):
         Classifier(tiny_bundle(), precision="int3")
     broken = tiny_bundle()
     torch.nn.init.constant_(broken.model.head.bias, float("nan"))

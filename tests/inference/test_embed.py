@@ -255,6 +255,6 @@ def test_invalid_paths(run: Run, photos: Path) -> None:
     for words in (("nowhere", photos), (model, "nowhere"), (model, "empty")):
         done = run("embed", *words, "-o", "x.npy")
         assert (done.code, done.out) == (2, "")
-        assert "nowhere" in done.err or "empty has no images" in done.err
+        assert "nowhere does not exist; " in done.err or "empty has no images" in done.err
         assert len(done.err.splitlines()) == 1
     assert not Path("x.npy").exists()

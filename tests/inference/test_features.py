@@ -203,7 +203,7 @@ def test_features_that_are_not_finite() -> None:
     model = bundle()
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(Diverged, match="image 0"):
+    with pytest.raises(Diverged, match="the model's output for image 0 is not finite"):
         features(model, "patches")
 
 

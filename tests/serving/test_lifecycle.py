@@ -299,7 +299,7 @@ def test_a_model_with_non_finite_output_does_not_start(tmp_path: Path) -> None:
     with torch.no_grad():
         bundle.model.head.weight.fill_(float("nan"))
     bundle.save(tmp_path / "m", overwrite=True)
-    with pytest.raises(Diverged, match="not finite"):
+    with pytest.raises(Diverged, match="the model's output is not finite"):
         serve(Settings(models=name_models([str(tmp_path / "m")]), port=0, device="cpu"))
 
 

@@ -326,7 +326,7 @@ def test_arrays_that_are_not_images(image: np.ndarray) -> None:
 def test_modes_that_are_not_colour_or_grey() -> None:
     with pytest.raises(InputError, match="mode CMYK cannot be augmented"):
         apply(NOTHING, Image.new("CMYK", (4, 4)), (4, 4))
-    with pytest.raises(InputError, match="0×4 pixels"):
+    with pytest.raises(InputError, match="an image of 0×4 pixels cannot be cropped"):
         plan(Augmentation(), 0, 4, (4, 4), draws(0, 0))
 
 

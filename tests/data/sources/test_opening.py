@@ -309,7 +309,7 @@ def test_parquet_files_of_splits(tmp_path: Path) -> None:
         assert splits.test is not None
         assert [len(split) for split in (splits.train, splits.val, splits.test)] == [12, 4, 2]
         assert contents(splits.val)[0].startswith("dog ")
-        assert "splits" in refused(place, one=True)
+        assert " splits test, train, val" in refused(place, one=True)
     column = ["train"] * 4 + ["test"] * 2
     table(tmp_path / "column/a.parquet", names["train"], split=column)
     table(tmp_path / "column/b.parquet", names["train"], split=column)

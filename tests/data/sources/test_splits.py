@@ -86,7 +86,10 @@ def test_a_class_with_too_few_images(counts: list[int], val: float, test: float,
 
 @pytest.mark.parametrize(("val", "test"), [(-0.1, 0), (0, 1), (0.5, 0.5), (float("nan"), 0)])
 def test_invalid_fractions(val: float, test: float) -> None:
-    with pytest.raises(ConfigError, match="fraction"):
+    with pytest.raises(
+        ConfigError,
+        match=r"the (val|test) fraction is .*; it should be at least 0|the fractions of val .* leave no training",
+    ):
         split_indices(np.zeros(9, np.int64), seed=0, val=val, test=test)
 
 
