@@ -20,7 +20,7 @@ def import_peer(name: str) -> ModuleType:
 def _mend_torchvision() -> None:
     """Define the two operators that torchvision's wheel lacks with a CPU build of torch, if they are missing.
 
-    The wheel from PyPI is built for CUDA. Beside a CPU torch its compiled operators do not load, and the import fails
+    The wheel from PyPI is built for CUDA. With a CPU torch, its compiled operators do not load, and the import fails
     because it registers shape functions for operators that do not exist. No test of ours calls them.
     """
     try:

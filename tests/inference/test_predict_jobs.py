@@ -225,9 +225,9 @@ def test_a_file_finished_by_another_process_is_kept(format: str, tmp_path: Path)
     first, second, third = opened(), opened(), opened(overwrite=True)
     with first:
         first.write([PredictionRow(1, b"a.png", None, ("cat",), (1.0,))])
-        going_on = opened(resume=True)
+        resumed = opened(resume=True)
         first.finish()
-    for late in (second, going_on):
+    for late in (second, resumed):
         with pytest.raises(DataError, match="was written by another process in the meantime; rerun the command"), late:
             pass
         assert [row["path"] for row in read_rows(target)] == ["a.png"]

@@ -148,8 +148,8 @@ def test_best_of_a_run_killed_before_saving_is_intact(tmp_path: Path) -> None:
     content["vitrail"]["provenance"]["trained"]["step"] = 1 + int(states(tmp_path)[-1].name)
     config.write_text(json.dumps(content), encoding="utf-8")
     train_tiny(tmp_path)
-    going_on = log(tmp_path).rindex("resuming from step")
-    assert "corrupt-best" not in log(tmp_path)[: log(tmp_path).index("memory:", going_on)]
+    resumed = log(tmp_path).rindex("resuming from step")
+    assert "corrupt-best" not in log(tmp_path)[: log(tmp_path).index("memory:", resumed)]
 
 
 @pytest.mark.parametrize("file", ["recipe.toml", "split.json", "origin.json"])

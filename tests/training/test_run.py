@@ -169,7 +169,7 @@ def test_a_corrupt_state_falls_back_to_the_previous_one(straight: Path, tmp_path
     process.send_signal(signal.SIGTERM)
     process.wait(timeout=60)
     newest = sorted((folder / "state").glob("[0-9]*"))[-1]
-    (newest / "state.safetensors").write_bytes(b"damaged")
+    (newest / "state.safetensors").write_bytes(b"corrupt")
     done = run(folder, *often)
     assert done.returncode == 0, done.stderr
     assert f"the training state {newest.name} is corrupt" in done.stderr
@@ -454,7 +454,7 @@ def test_a_run_restarts_if_all_states_are_corrupt(straight: Path, tmp_path: Path
     folder = tmp_path / "run"
     shutil.copytree(straight, folder)
     for file in (folder / "state").rglob("state.safetensors"):
-        file.write_bytes(b"damaged")
+        file.write_bytes(b"corrupt")
     done = run(folder, "--workers", "0")
     assert done.returncode == 0, done.stderr
     assert "so training restarts" in done.stderr

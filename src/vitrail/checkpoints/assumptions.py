@@ -1,7 +1,7 @@
 """Assumptions about fields that a weight file does not record, printed whenever the file is opened.
 
-A field is assumed if all published models with such tensors agree on it. If they do not, or if there is no published
-model of that size, a wrong guess would silently give wrong outputs, so opening the file fails until the field is set
+A field is assumed if all published models with such tensors agree on it. If they do not, or if no model of that
+size is published, a wrong guess would silently give wrong outputs, so opening the file fails until the field is set
 (docs/decisions/0020).
 """
 

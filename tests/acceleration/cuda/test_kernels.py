@@ -1,6 +1,6 @@
 """The Triton kernels compared with plain torch: in Triton's interpreter, or on a CUDA device.
 
-Triton is no dependency but of the tests, on Linux: torch brings it along where it is built for CUDA.
+Triton is a dependency of the tests only, on Linux: torch brings it along where it is built for CUDA.
 """
 
 import os

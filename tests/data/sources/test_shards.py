@@ -334,7 +334,7 @@ def test_the_index_is_used_until_a_shard_changes(tmp_path: Path, monkeypatch: py
     write(path, [("a.jpg", b"A"), ("a.json", json.dumps({"label": "new"}).encode())])
     assert open_shards([str(path)]).classes == ("new",)
     (index_file,) = cache.rglob("*.npz")
-    index_file.write_bytes(b"damaged")
+    index_file.write_bytes(b"corrupt")
     assert open_shards([str(path)]).classes == ("new",)
     monkeypatch.setattr(index_files, "YOUNG_NS", 2_000_000_000)
     index_file.unlink()
