@@ -226,7 +226,7 @@ def test_a_grid_of_heads_or_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("request", "each", "message"),
+    ("grid_request", "each", "message"),
     [
         (ExplanationRequest("rollout"), "layers", "combines all layers in one map"),
         (ExplanationRequest("gradcam"), "heads", "only attention has one map per head"),
@@ -235,10 +235,10 @@ def test_a_grid_of_heads_or_layers() -> None:
         (ExplanationRequest("pca"), "tokens", "heads or layers, not 'tokens'"),
     ],
 )
-def test_invalid_grids(request: ExplanationRequest, each: Any, message: str) -> None:
+def test_invalid_grids(grid_request: ExplanationRequest, each: Any, message: str) -> None:
     item = Item(b"", content=noise())
     with pytest.raises(ConfigError, match=message):
-        Explainer(bundle(), request, device="cpu").grid(item, each)
+        Explainer(bundle(), grid_request, device="cpu").grid(item, each)
 
 
 # ── images and files ──

@@ -57,7 +57,7 @@ def expected(original: Bundle, request: FeatureRequest, precision: Precision) ->
 
 
 @pytest.mark.parametrize(
-    "request",
+    "feature_request",
     [
         FeatureRequest(),
         FeatureRequest(layer=0),
@@ -66,11 +66,13 @@ def expected(original: Bundle, request: FeatureRequest, precision: Precision) ->
     ],
 )
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_features_are_bit_identical_to_the_models(request: FeatureRequest, precision: Precision, opened: Open) -> None:
+def test_features_are_bit_identical_to_the_models(
+    feature_request: FeatureRequest, precision: Precision, opened: Open
+) -> None:
     original = bundle()
-    actual = embedded(opened(original, precision=precision), images(), request)
-    assert torch.equal(actual, expected(original, request, precision))
-    assert not torch.equal(actual, expected(original, request, "bf16" if precision == "float32" else "float32"))
+    actual = embedded(opened(original, precision=precision), images(), feature_request)
+    assert torch.equal(actual, expected(original, feature_request, precision))
+    assert not torch.equal(actual, expected(original, feature_request, "bf16" if precision == "float32" else "float32"))
 
 
 def test_auto_precision_does_not_apply_to_features(opened: Open) -> None:

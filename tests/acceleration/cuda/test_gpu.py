@@ -150,7 +150,7 @@ def test_evaluation() -> None:
 
 
 @pytest.mark.parametrize(
-    "request",
+    "feature_request",
     [
         FeatureRequest(),
         FeatureRequest("class"),
@@ -159,9 +159,11 @@ def test_evaluation() -> None:
     ],
 )
 @pytest.mark.parametrize("pool", ["cls", "mean"])
-def test_features(request: FeatureRequest, pool: str) -> None:
-    exact = gather(named(pool=pool), noise(), request, ComputeOptions("cuda", workers=0)).features
-    result = gather(named(pool=pool), noise(), request, ComputeOptions("cuda", precision="bf16", workers=0)).features
+def test_features(feature_request: FeatureRequest, pool: str) -> None:
+    exact = gather(named(pool=pool), noise(), feature_request, ComputeOptions("cuda", workers=0)).features
+    result = gather(
+        named(pool=pool), noise(), feature_request, ComputeOptions("cuda", precision="bf16", workers=0)
+    ).features
     assert result.shape == exact.shape
     assert error(torch.from_numpy(result), torch.from_numpy(exact).double()) < 0.03
 
