@@ -133,7 +133,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
         "config.json": set(keys_of(json.loads((folder / "bundle" / "config.json").read_text(encoding="utf-8")))),
         "split.json": set(open_data("digits").record),
         "result.json": set(keys_of(result.as_dict())),
-        "metrics.jsonl": NUMBERS | validation_metrics(predictions).keys(),
+        "metrics.jsonl": {*NUMBERS, *validation_metrics(predictions)},
         "HTTP": set(properties_of(document(Settings(models=name_models([str(folder / "bundle")]))))),
     }
 
