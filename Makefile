@@ -1,4 +1,4 @@
-# One door for people and for CI. Needs Python 3.11 or newer with pip, and make; everything else is installed into .venv.
+# One entry point for people and for CI. Needs Python 3.11 or newer with pip, and make; everything else is installed into .venv.
 
 PYTHON ?= python3
 VENV := .venv

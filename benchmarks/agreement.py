@@ -35,8 +35,8 @@ CALIBRATION = 1024
 
 def images(source: Source, bundle: vitrail.Bundle, device: torch.device, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield normalised images on the device, and their labels."""
-    for found in evaluation_batches(Evaluation(source, bundle.preprocess, batch)):
-        yield bundle.preprocess.normalise(found.pixels.to(device)), found.labels
+    for loaded in evaluation_batches(Evaluation(source, bundle.preprocess, batch)):
+        yield bundle.preprocess.normalise(loaded.pixels.to(device)), loaded.labels
 
 
 def paths(bundle: vitrail.Bundle, device: torch.device, calibration: Tensor) -> Iterator[tuple[str, Path]]:
@@ -90,9 +90,9 @@ def main() -> None:
     for name, path in paths(bundle, device, calibration):
         outputs, labels = [], []
         with torch.inference_mode():
-            for batch, found in images(source, bundle, device, options.batch):
+            for batch, targets in images(source, bundle, device, options.batch):
                 outputs.append(path(batch).float().cpu())
-                labels.append(found)
+                labels.append(targets)
         logits, first = torch.cat(outputs), np.array(names)[torch.cat(outputs).argmax(dim=1)]
         exact = logits if name == "float32" else exact
         fast = first if name == "bf16" else fast

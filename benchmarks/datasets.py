@@ -48,14 +48,14 @@ def cifar_splits(folder: Path) -> Iterator[SplitData]:
 def idx_splits(folder: Path) -> Iterator[SplitData]:
     """Read the four idx files of MNIST and datasets in its format."""
     for split, prefix in (("train", "train"), ("test", "t10k")):
-        images = _idx(_found(folder, f"{prefix}-images*idx3-ubyte*"))
-        yield split, images, _idx(_found(folder, f"{prefix}-labels*idx1-ubyte*")).astype(np.int64)
+        images = _idx(_find(folder, f"{prefix}-images*idx3-ubyte*"))
+        yield split, images, _idx(_find(folder, f"{prefix}-labels*idx1-ubyte*")).astype(np.int64)
 
 
-def _found(folder: Path, pattern: str) -> Path:
+def _find(folder: Path, pattern: str) -> Path:
     files = sorted(folder.rglob(pattern))
     if not files:
-        sys.exit(f"there is no {pattern} in {folder}")
+        sys.exit(f"{folder} has no file {pattern}")
     return files[0]
 
 

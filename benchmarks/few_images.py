@@ -42,10 +42,10 @@ def draw(by_class: Mapping[str, Sequence[Path]], count: int, rng: random.Random)
 
 
 def by_class_of(rows: Samples) -> dict[str, list[Path]]:
-    found: dict[str, list[Path]] = {}
+    by_class: dict[str, list[Path]] = {}
     for file, label in rows:
-        found.setdefault(label, []).append(file)
-    return found
+        by_class.setdefault(label, []).append(file)
+    return by_class
 
 
 def prepare(photos: Path, folder: Path, counts: Sequence[int], seeds: int) -> None:
@@ -148,8 +148,8 @@ def main() -> None:
                 start = _cpu_seconds()
                 top1 = hog_accuracy(place) if method == "hog" else vitrail_accuracy(place, seed, args.device)
                 seconds = _cpu_seconds() - start
-                found = {"method": method, "images": count, "seed": seed, "top1": top1, "cpu_s": seconds}
-                print(json.dumps(found), flush=True)
+                row = {"method": method, "images": count, "seed": seed, "top1": top1, "cpu_s": seconds}
+                print(json.dumps(row), flush=True)
                 reached.setdefault(method, []).append(top1)
         for method, values in reached.items():
             print(f"{count:,} images, {method}: {np.mean(values):.1%}, mean of {len(values)} seeds", flush=True)

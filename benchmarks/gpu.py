@@ -52,7 +52,7 @@ from torch import Tensor, nn
 
 # Python adds a script's own folder to the path, but not the repository root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.gpu_lab import card_rates, run_lab, timed
+from benchmarks.gpu_lab import device_rates, run_lab, timed
 from tests.support.peers import import_peer, scramble
 
 import vitrail
@@ -113,7 +113,7 @@ class Row:
     config: ViTConfig
     images: Tensor
     labels: Tensor
-    rate: float = 1e-4
+    lr: float = 1e-4
     """Learning rate."""
     checkpointing: bool = False
     """Whether training uses gradient checkpointing."""
@@ -163,7 +163,7 @@ def ours(row: Row, weights: ViT | None) -> ViT:
     """Return our model with the row's weights: those given, or the same every time.
 
     Training starts from weights as a fresh model has them, inference from random ones everywhere: how much power a
-    product takes, and so how fast the card may be, depends on its numbers.
+    matmul takes, and so how fast the GPU may be, depends on its numbers.
     """
     torch.manual_seed(0)
     model = ViT(row.config) if weights is None else copy.deepcopy(weights)
@@ -239,7 +239,7 @@ def compiled(model: nn.Module, device: torch.device, mode: str | None = None) ->
     return cast("Callable[[Tensor], Tensor]", torch.compile(model, mode=mode, dynamic=False))
 
 
-def answering(row: Row, model: nn.Module, mode: str | None = None) -> Ready:
+def forward_pass(row: Row, model: nn.Module, mode: str | None = None) -> Ready:
     """Prepare a plain model: bf16 weights, compiled."""
     model = model.to(row.device, BF16).eval().requires_grad_(False)
     call = compiled(model, row.device, mode)
@@ -268,7 +268,7 @@ def low(row: Row, model: ViT, **changes: Any) -> EncoderPrecision:
 def learning(row: Row, trained: nn.Module, forward: nn.Module, mode: str | None = None) -> Ready:
     """Build a training step: autocast, cross-entropy, fused AdamW."""
     call = compiled(forward.to(row.device).train(), row.device, mode)
-    optimizer = torch.optim.AdamW(trained.parameters(), row.rate, weight_decay=0.05, fused=True)
+    optimizer = torch.optim.AdamW(trained.parameters(), row.lr, weight_decay=0.05, fused=True)
 
     def logits(images: Tensor) -> Tensor:
         with torch.autocast(row.device.type, BF16):
@@ -301,7 +301,7 @@ def contestants(options: argparse.Namespace, weights: ViT | None) -> dict[str, d
     """Return the contestants of each task, the most important first."""
 
     def peer(name: str, mode: str | None = None) -> Maker:
-        return lambda row: answering(row, PEERS[name](row, weights), mode)
+        return lambda row: forward_pass(row, PEERS[name](row, weights), mode)
 
     inference: dict[str, Maker] = {
         "vitrail bf16": lambda row: fast(row, ours(row, weights), EncoderPrecision()),
@@ -315,7 +315,7 @@ def contestants(options: argparse.Namespace, weights: ViT | None) -> dict[str, d
         "vitrail fp8 unfused": lambda row: fast(row, model := ours(row, weights), low(row, model, fused=False)),
         "vitrail bf16 fused": lambda row: fast(row, ours(row, weights), EncoderPrecision(exact=True, fused=True)),
         "vitrail fp8 rows": lambda row: fast(row, model := ours(row, weights), low(row, model, weight_scales="row")),
-        "vitrail compile": lambda row: answering(row, ours(row, weights)),
+        "vitrail compile": lambda row: forward_pass(row, ours(row, weights)),
         "torchvision compile": peer("torchvision"),
         "transformers compile": peer("transformers"),
         "transformers eager": peer("transformers", EAGER),
@@ -334,16 +334,16 @@ def contestants(options: argparse.Namespace, weights: ViT | None) -> dict[str, d
         "timm max-autotune graphs": lambda row: learning_plainly(row, of_timm(row, weights), TUNED_GRAPHS),
     }
     chosen = {"inference": inference, "training": training}
-    found = {
+    contenders = {
         task: {
             name: make for name, make in makers.items() if any(re.search(part, name) for part in options.contestants)
         }
         for task, makers in chosen.items()
     }
-    if not any(found[task] for task in options.tasks):
+    if not any(contenders[task] for task in options.tasks):
         names = dict.fromkeys(name for task in options.tasks for name in chosen[task])
         raise ConfigError(f"no contestant matches {' or '.join(options.contestants)}; choose from {', '.join(names)}")
-    return found
+    return contenders
 
 
 # ── timing ──
@@ -415,9 +415,9 @@ def judge(row: Row, name: str, made: Ready, weights: ViT | None) -> tuple[float 
     with torch.inference_mode():
         exact = model.to(row.device).double().eval()(row.images[:JUDGED].double())
     # Use the whole batch to avoid recompilation.
-    found = made.logits(row.images)[:JUDGED].double()
-    same = (found.argmax(dim=-1) == exact.argmax(dim=-1)).double().mean()
-    return float((found - exact).norm() / exact.norm()), float(same)
+    logits = made.logits(row.images)[:JUDGED].double()
+    same = (logits.argmax(dim=-1) == exact.argmax(dim=-1)).double().mean()
+    return float((logits - exact).norm() / exact.norm()), float(same)
 
 
 def peak(row: Row, made: Ready) -> float | None:
@@ -493,13 +493,13 @@ def profile(row: Row, makers: dict[str, Maker]) -> None:
         for _ in range(3):
             made.step()
         synchronise(row.device)
-        with torch.profiler.profile(activities=activities) as found:
+        with torch.profiler.profile(activities=activities) as profiler:
             for _ in range(3):
                 made.step()
             synchronise(row.device)
         by = "self_cuda_time_total" if row.device.type == "cuda" else "self_cpu_time_total"
         print(f"\n{row.task} {row.size}, {name}, three steps")
-        print(found.key_averages().table(sort_by=by, row_limit=25, max_name_column_width=70), flush=True)
+        print(profiler.key_averages().table(sort_by=by, row_limit=25, max_name_column_width=70), flush=True)
 
 
 Losses = dict[str, list[list[float]]]
@@ -541,8 +541,8 @@ def scatter(row: Row, steps: int, starts: list[int], nudges: int, size: float) -
     for start in starts:
         for number in range(nudges + 1):
             for way in ("plain", "fast"):
-                told = torch.Generator().manual_seed(number)
-                losses = learned(row, steps, start, way, size if number else 0.0, told)
+                generator = torch.Generator().manual_seed(number)
+                losses = learned(row, steps, start, way, size if number else 0.0, generator)
                 runs.append({"start": start, "way": way, "nudge": number, "losses": losses})
                 end = statistics.fmean(losses[-max(1, steps // 10) :])
                 print(f"start {start}, {way}, nudge {number}: {when_learned(losses)}, {end:.4f} at the end", flush=True)
@@ -557,7 +557,7 @@ def when_learned(losses: list[float]) -> str:
 
 
 def learned(
-    row: Row, steps: int, seed: int, way: str, nudge: float = 0.0, told: torch.Generator | None = None
+    row: Row, steps: int, seed: int, way: str, nudge: float = 0.0, generator: torch.Generator | None = None
 ) -> list[float]:
     """Return the losses of one run, from randomly perturbed initial weights."""
     nudge = NUDGE if way == "nudged" else nudge
@@ -570,7 +570,7 @@ def learned(
     if nudge:
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.mul_(1 + nudge * torch.randn(parameter.shape, generator=told))
+                parameter.mul_(1 + nudge * torch.randn(parameter.shape, generator=generator))
     mode = EAGER if row.device.type == "cpu" else None  # compiling does not pay off
     made = learning_fast(row, model, mode) if way == "fast" else learning_plainly(row, model, mode)
     for number in range(steps):
@@ -584,9 +584,9 @@ def learned(
 
 def small_row(device: torch.device, kind: str = "quick") -> Row:
     """Return a task that a CPU learns in about a minute; `late` takes a few."""
-    config, batch, rate = SMALL[kind]
+    config, batch, lr = SMALL[kind]
     images = torch.zeros(batch, config.channels, *config.image_size, dtype=BF16, device=device)
-    return Row("training", kind, config, images, torch.zeros(batch, dtype=torch.int64, device=device), rate=rate)
+    return Row("training", kind, config, images, torch.zeros(batch, dtype=torch.int64, device=device), lr=lr)
 
 
 # ── the run ──
@@ -607,8 +607,8 @@ def make_row(task: str, size: str, options: argparse.Namespace) -> Row:
     batch = options.batch or BATCH[task] // SMALLER.get(size, 1)
     generator = torch.Generator().manual_seed(0)
     if options.images is not None:
-        given = torch.from_numpy(np.load(options.images))[:batch]
-        images = options.preprocess.normalise(given)
+        pixels = torch.from_numpy(np.load(options.images))[:batch]
+        images = options.preprocess.normalise(pixels)
     else:
         images = torch.randn(batch, config.channels, *config.image_size, generator=generator)
     labels = torch.randint(config.classes, (len(images),), generator=generator)
@@ -733,7 +733,7 @@ def parse() -> argparse.Namespace:
             parser.error("--weights are of one size, which --sizes, --only and --profile cannot change; leave them out")
         bundle = vitrail.load(options.weights)
         if not bundle.model.config.classes:
-            parser.error(f"--weights {options.weights} have no head, so there are no logits to compare; use others")
+            parser.error(f"--weights {options.weights} have no head, so logits cannot be compared; use others")
         options.weights_model, options.preprocess = bundle.model.eval(), bundle.preprocess
         options.sizes = ["given"]
     options.sizes = options.sizes or list(SIZES)
@@ -766,7 +766,7 @@ def main() -> None:
             write(record, options.json)
         compare(record["curve"])
         return
-    record["card"] = rates = card_rates(options.device)
+    record["gpu rates"] = rates = device_rates(options.device)
     print(", ".join(f"{name} {value:,.1f}" for name, value in rates.items()), flush=True)
     if options.lab:
         batch = options.batch or BATCH["inference"]

@@ -1,7 +1,7 @@
 """Every kernel of the fast encoder by itself, predicted vs. measured time; `benchmarks/gpu.py --lab`.
 
-A prediction is the larger of two times: bytes moved over the card's copy rate, which is measured when a run starts, and
-operations over the rate that products of these shapes were seen at before (benchmarks/lab-gpu.md).
+A prediction is the larger of two times: bytes moved over the GPU's copy rate, which is measured when a run starts, and
+operations over the rate that matmuls of these shapes reached before (benchmarks/lab-gpu.md).
 """
 
 import contextlib
@@ -72,7 +72,7 @@ def median_time(run: Callable[[], object], device: torch.device) -> float:
     return statistics.median(timed(run, steps, device) for _ in range(7 if device.type == "cuda" else 2))
 
 
-def card_rates(device: torch.device) -> dict[str, float]:
+def device_rates(device: torch.device) -> dict[str, float]:
     """Measure the device's matmul and copy rates on random data."""
     side = 8192 if device.type == "cuda" else 256
     a, b = (torch.randn(side, side, device=device, dtype=BF16) for _ in range(2))
@@ -87,10 +87,10 @@ def card_rates(device: torch.device) -> dict[str, float]:
         one = torch.ones((), device=device)
         a8, b8 = elementwise.to_fp8(a.float(), 0.01), elementwise.to_fp8(b.float(), 0.01)
 
-        def product() -> Tensor:
+        def matmul() -> Tensor:
             return torch._scaled_mm(a8, b8.t(), one, one, out_dtype=BF16, use_fast_accum=True)
 
-        rates["fp8 TFLOP/s"] = 2 * side**3 / median_time(product, device) / 1e12
+        rates["fp8 TFLOP/s"] = 2 * side**3 / median_time(matmul, device) / 1e12
     return rates
 
 
@@ -99,7 +99,7 @@ def run_lab(
 ) -> Iterator[dict[str, float | str | None]]:
     """Time every candidate, and print each result immediately."""
     print(f"\n{'candidate':44} {'predicted ms':>12} {'measured':>9} {'GB/s':>7} {'TFLOP/s':>8}")
-    for make in (row_passes, activations, bf16_products, fp8_products, attentions, stems, copies, whole_models):
+    for make in (row_passes, activations, bf16_matmuls, fp8_matmuls, attentions, stems, copies, whole_models):
         try:
             for candidate in make(config, batch, device):
                 yield measure(candidate, device, rates)
@@ -118,7 +118,7 @@ def measure(candidate: Candidate, device: torch.device, rates: dict[str, float])
         seconds = median_time(candidate.run, device)
     except Exception as error:
         print(f"{candidate.name:44} skipped, {type(error).__name__}: {str(error).splitlines()[0][:150]}", flush=True)
-        return {"name": candidate.name, "predicted_ms": predicted, "found_ms": None, "why": str(error)[:500]}
+        return {"name": candidate.name, "predicted_ms": predicted, "measured_ms": None, "why": str(error)[:500]}
     print(
         f"{candidate.name:44} {'-' if predicted is None else format(predicted, '.3f'):>12} {seconds * 1e3:9.3f}"
         f" {candidate.moved / seconds / 1e9:7,.0f} {candidate.flops / seconds / 1e12:8,.1f}",
@@ -127,7 +127,7 @@ def measure(candidate: Candidate, device: torch.device, rates: dict[str, float])
     return {
         "name": candidate.name,
         "predicted_ms": predicted,
-        "found_ms": seconds * 1e3,
+        "measured_ms": seconds * 1e3,
         "gigabytes_per_second": candidate.moved / seconds / 1e9,
         "teraflops": candidate.flops / seconds / 1e12,
     }
@@ -144,8 +144,8 @@ def predict(config: ViTConfig, batch: int, copied: float, numbers: EncoderPrecis
     seconds += (config.depth - 1 - spared) * _block_seconds(config, batch, copied, numbers, low)
     # The last block: keys and values, its first norm, and attention of one token.
     M, D = batch * config.tokens, config.width
-    products = 2.0 * M * D * config.heads * config.head_width * 2 / SEEN["fp8" if "qkv" in low else "bf16"]
-    return 1e3 * (seconds + products + M * D * (_first_norm(low) + 4) / copied)
+    matmuls = 2.0 * M * D * config.heads * config.head_width * 2 / SEEN["fp8" if "qkv" in low else "bf16"]
+    return 1e3 * (seconds + matmuls + M * D * (_first_norm(low) + 4) / copied)
 
 
 def _block_seconds(
@@ -153,7 +153,7 @@ def _block_seconds(
 ) -> float:
     M, D, H = batch * config.tokens, config.width, config.mlp_hidden
     flops = {name: 2.0 * M * outputs * inputs for name, (outputs, inputs) in shapes(config).items()}
-    products = sum(work / SEEN["fp8" if name in low else "bf16"] for name, work in flops.items())
+    matmuls = sum(work / SEEN["fp8" if name in low else "bf16"] for name, work in flops.items())
     attended = batch * config.heads * config.tokens**2 * config.head_width
     attention = ATTENTION["cudnn"] / 1e3 * attended / (512 * 12 * 197**2 * 64)
     second = 2 + (4 if "proj" in low else 0) + (1 if "fc1" in low else 2)
@@ -164,7 +164,7 @@ def _block_seconds(
         moved += M * H * (3 if "fc2" in low else 4)
     elif numbers.exact:
         moved += M * H * 4
-    return products + attention + moved / copied
+    return matmuls + attention + moved / copied
 
 
 def _first_norm(low: frozenset[str]) -> int:
@@ -234,43 +234,43 @@ def weights(outputs: int, inputs: int, device: torch.device) -> Affine:
     return Affine(weight, torch.randn(outputs, device=device, dtype=torch.float64))
 
 
-def bf16_products(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candidate]:
+def bf16_matmuls(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candidate]:
     """The four matmuls, plain and fused with what follows them."""
     M = batch * config.tokens
     for name, (outputs, inputs) in shapes(config).items():
-        product, x = Matmul(weights(outputs, inputs, device), BF16), random(M, inputs, device=device)
+        matmul, x = Matmul(weights(outputs, inputs, device), BF16), random(M, inputs, device=device)
         flops = 2.0 * M * outputs * inputs
-        yield Candidate(f"{name} bf16", partial(product, x), flops=flops)
+        yield Candidate(f"{name} bf16", partial(matmul, x), flops=flops)
         if name in ("proj", "fc2"):
             residual = random(M, outputs, device=device)
-            yield Candidate(f"{name} bf16, added to the residual", partial(product.add_to, residual, x), flops=flops)
+            yield Candidate(f"{name} bf16, added to the residual", partial(matmul.add_to, residual, x), flops=flops)
         if name == "fc1":
-            activated = partial(product.activated, x)
+            activated = partial(matmul.activated, x)
             yield Candidate("fc1 bf16, gelu tanh in cuBLASLt", partial(activated, "gelu_tanh"), flops=flops)
             yield Candidate("fc1 bf16, then gelu, kernel", partial(activated, "gelu"), flops=flops)
             if device.type == "cuda":
                 from vitrail.acceleration.cuda.kernels import multiply
 
-                multiplied = partial(multiply, x, product.weight, product.bias)
+                multiplied = partial(multiply, x, matmul.weight, matmul.bias)
                 yield Candidate("fc1 bf16 with exact gelu, Triton", partial(multiplied, "gelu"), flops=flops)
                 yield Candidate("fc1 bf16, Triton", partial(multiplied, "none"), flops=flops)
 
 
-def fp8_products(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candidate]:
+def fp8_matmuls(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candidate]:
     """The four matmuls in fp8, with one scale per matrix or per row."""
     M = batch * config.tokens
     for name, (outputs, inputs) in shapes(config).items():
         folded, x = weights(outputs, inputs, device), elementwise.to_fp8(torch.randn(M, inputs, device=device), 0.01)
         flops = 2.0 * M * outputs * inputs
         for scales in ("tensor", "row"):
-            product = Fp8Matmul(folded, BF16, InputCalibration(0.01), "row" if scales == "row" else "tensor")
-            yield Candidate(f"{name} fp8, by {scales}", partial(product, x), flops=flops, kind="fp8")
+            matmul = Fp8Matmul(folded, BF16, InputCalibration(0.01), "row" if scales == "row" else "tensor")
+            yield Candidate(f"{name} fp8, by {scales}", partial(matmul, x), flops=flops, kind="fp8")
         if name == "fc1" and device.type == "cuda":
             from vitrail.acceleration.cuda.kernels import multiply
 
-            product = Fp8Matmul(folded, BF16, InputCalibration(0.01))
-            factor = float(product.input_scale * product.weight_scale)
-            run = partial(multiply, x, product.weight, product.bias, "gelu", sum_scale=factor, scale=0.01)
+            matmul = Fp8Matmul(folded, BF16, InputCalibration(0.01))
+            factor = float(matmul.input_scale * matmul.weight_scale)
+            run = partial(multiply, x, matmul.weight, matmul.bias, "gelu", sum_scale=factor, scale=0.01)
             yield Candidate("fc1 fp8 with exact gelu to fp8, Triton", run, flops=flops, kind="fp8")
 
 
@@ -285,7 +285,7 @@ def attentions(config: ViTConfig, batch: int, device: torch.device) -> Iterator[
         "flash": SDPBackend.FLASH_ATTENTION,
         "efficient": SDPBackend.EFFICIENT_ATTENTION,
     }
-    known = (config.width, config.tokens, batch) == (768, 197, 512)
+    measured = (config.width, config.tokens, batch) == (768, 197, 512)
 
     def attend(qkv: Tensor, tokens: int | None = None) -> Tensor:
         query, key, value = (part.transpose(1, 2) for part in qkv.unbind(2))
@@ -294,7 +294,7 @@ def attentions(config: ViTConfig, batch: int, device: torch.device) -> Iterator[
     for name, kernel in kernels.items():
         chosen = sdpa_kernel(kernel) if device.type == "cuda" else contextlib.nullcontext()
         with chosen:  # stays active during the timing, which happens before the next candidate is requested
-            predicted = ATTENTION[name] if known else None
+            predicted = ATTENTION[name] if measured else None
             yield Candidate(f"attention, {name}", lambda: attend(qkv), flops=flops, predicted=predicted)
             yield Candidate(f"attention of one token, {name}", lambda: attend(qkv, 1), moved=4.0 * qkv.numel() / 3)
 
@@ -323,7 +323,7 @@ def stems(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candi
 
     yield Candidate("stem, the model's own", usual, moved=2.0 * images.numel() + 10 * tokens)
     # Images are read and written as patches; patches are read; tokens are written, read and written.
-    yield Candidate("stem, one product", ours, moved=6.0 * images.numel() + 6 * tokens)
+    yield Candidate("stem, one matmul", ours, moved=6.0 * images.numel() + 6 * tokens)
     cut = partial(elementwise.cut_patches, images, config.patch_size, BF16, before=config.layout.patches.start)
     yield Candidate("stem, patches cut", cut, moved=4.0 * images.numel())
     placed = random(batch, config.tokens, config.width, device=device)

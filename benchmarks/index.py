@@ -25,7 +25,7 @@ import json, resource, sys, time
 from vitrail.data.sources.opening import open_data, open_source
 place, what = sys.argv[1:]
 start = time.perf_counter()
-source = (open_data(place).train.whole if what == "open_data" else open_source(place))
+source = (open_data(place).train.base if what == "open_data" else open_source(place))
 seconds = time.perf_counter() - start
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(json.dumps([len(source), len(source.classes), seconds, peak / (1024 if sys.platform == "linux" else 1024**2)]))

@@ -65,14 +65,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = str(Path(temporary) / "base")
         run(PREPARE.format(folder=folder))
-        found: dict[str, list[tuple[float, float]]] = {"ours": [], "timm": []}
+        results: dict[str, list[tuple[float, float]]] = {"ours": [], "timm": []}
         for i in range(repeats):
             order = [("ours", OURS), ("timm", TIMM)]
             for name, side in order if i % 2 == 0 else reversed(order):
-                found[name].append(benchmark(side, folder))
+                results[name].append(benchmark(side, folder))
     print(f"{'':8}{'ours':>10}{'timm':>10}{'ours / timm':>14}")
     for what, column in (("seconds", 0), ("MiB", 1)):
-        ours, timm = (statistics.median(row[column] for row in found[name]) for name in ("ours", "timm"))
+        ours, timm = (statistics.median(row[column] for row in results[name]) for name in ("ours", "timm"))
         print(f"{what:8}{ours:>10.2f}{timm:>10.2f}{ours / timm:>14.2f}")
 
 

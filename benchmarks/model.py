@@ -188,10 +188,10 @@ def cpu_peaks(batch: int) -> tuple[float, float]:
     case = Case("cpu", MEMORY_MODEL, "training", "eager", "float32", batch)
     peaks: tuple[list[float], list[float]] = ([], [])
     for _ in range(MEMORY_RUNS):
-        for control, found in zip((False, True), peaks, strict=True):
+        for control, peak in zip((False, True), peaks, strict=True):
             # `spawn`, because a forked process starts with its parent's memory.
             with multiprocessing.get_context("spawn").Pool(1) as pool:
-                found.append(pool.apply(process_growth, (case, control)))
+                peak.append(pool.apply(process_growth, (case, control)))
     return statistics.median(peaks[0]), statistics.median(peaks[1])
 
 
@@ -290,7 +290,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
     if options.repeats < 2:
-        parser.error("--repeats must be at least 2, or there is no spread to show")
+        parser.error("--repeats must be at least 2, to show their spread")
     return options
 
 

@@ -32,9 +32,9 @@ from vitrail.inference.listing import list_items
 from vitrail.inference.predict import predict_items
 from vitrail.runtime import faster_in_bf16
 
-Answers = dict[str, tuple[int, float]]
+Predictions = dict[str, tuple[int, float]]
 """By path, the top-1 class and its probability."""
-Pass = Callable[[Sequence[str]], Answers]
+Pass = Callable[[Sequence[str]], Predictions]
 CLASSES = 1000
 
 
@@ -54,13 +54,13 @@ class Files(Dataset[Any]):
 
 
 def with_timm(model: Any, transform: Any, batch: int, workers: int, bf16: bool) -> Pass:
-    def run(paths: Sequence[str]) -> Answers:
-        found: list[tuple[int, float]] = []
+    def run(paths: Sequence[str]) -> Predictions:
+        predictions: list[tuple[int, float]] = []
         with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
             for pixels in DataLoader(Files(paths, transform), batch, num_workers=workers if len(paths) > 1 else 0):
                 values, indices = model(pixels).float().softmax(dim=1).topk(5)
-                found += zip(indices[:, 0].tolist(), values[:, 0].tolist(), strict=True)
-        return dict(zip(paths, found, strict=True))
+                predictions += zip(indices[:, 0].tolist(), values[:, 0].tolist(), strict=True)
+        return dict(zip(paths, predictions, strict=True))
 
     return run
 
@@ -69,7 +69,7 @@ def with_transformers(folder: Path, batch: int, workers: int) -> Pass:
     module = import_peer("transformers")
     pipeline = module.pipeline("image-classification", model=str(folder), device="cpu")
 
-    def run(paths: Sequence[str]) -> Answers:
+    def run(paths: Sequence[str]) -> Predictions:
         size, helpers = (batch, workers) if len(paths) > 1 else (1, 0)
         rows = pipeline(list(paths), batch_size=size, num_workers=helpers, top_k=5)
         return {
@@ -80,10 +80,10 @@ def with_transformers(folder: Path, batch: int, workers: int) -> Pass:
 
 
 def with_vitrail(classifier: Classifier, batch: int) -> Pass:
-    def run(paths: Sequence[str]) -> Answers:
+    def run(paths: Sequence[str]) -> Predictions:
         if len(paths) == 1:
-            answer = classifier(paths[0])
-            return {paths[0]: (int(answer.name), answer.probability)}
+            prediction = classifier(paths[0])
+            return {paths[0]: (int(prediction.name), prediction.probability)}
         rows = [row for rows in predict_items(classifier, list_items(paths), batch=batch) for row in rows]
         return {os.fsdecode(row.path): (int(row.classes[0]), row.probabilities[0]) for row in rows}
 
@@ -98,13 +98,13 @@ def contenders(folder: Path, batch: int, workers: int, engines: Sequence[str]) -
     bundle = load(folder / "timm")
     bundle = Bundle(bundle.model, bundle.preprocess, tuple(map(str, range(CLASSES))))
     convert(Bundle(bundle.model, bundle.preprocess), folder / "hf", to="transformers")
-    found = {
+    passes = {
         "timm, eager, float32": with_timm(peer, transform, batch, workers, bf16=False),
         "transformers' pipeline, float32": with_transformers(folder / "hf", batch, workers),
     }
     precisions = ("float32", "bf16") if faster_in_bf16(torch.device("cpu")) else ("float32",)
     if "bf16" in precisions:
-        found["timm, eager, bf16"] = with_timm(peer, transform, batch, workers, bf16=True)
+        passes["timm, eager, bf16"] = with_timm(peer, transform, batch, workers, bf16=True)
     for engine in engines:
         for precision in precisions:
             try:
@@ -112,8 +112,8 @@ def contenders(folder: Path, batch: int, workers: int, engines: Sequence[str]) -
             except (VitrailError, ImportError) as error:
                 print(f"skipped: {engine}, {precision}: {error}")
                 continue
-            found[f"vitrail, {engine}, {precision}"] = with_vitrail(classifier, batch)
-    return found
+            passes[f"vitrail, {engine}, {precision}"] = with_vitrail(classifier, batch)
+    return passes
 
 
 def in_turns(passes: dict[str, Pass], work: Callable[[Pass], int], repeats: int) -> dict[str, list[float]]:
@@ -147,14 +147,14 @@ def milliseconds(seconds: float) -> str:
 
 def agreement(passes: dict[str, Pass], paths: Sequence[str]) -> None:
     """Print the top-1 agreement with timm and the largest difference in probability."""
-    answers = {name: run(paths) for name, run in passes.items()}
-    expected = next(iter(answers.values()))
+    predictions = {name: run(paths) for name, run in passes.items()}
+    expected = next(iter(predictions.values()))
     print(
         f"\n| on {len(paths)} photos | top-1 agreement with timm | largest difference in probability |\n|---|---|---|"
     )
-    for name, found in answers.items():
-        same = [found[path][0] == expected[path][0] for path in paths]
-        apart = [abs(found[path][1] - expected[path][1]) for path, equal in zip(paths, same, strict=True) if equal]
+    for name, actual in predictions.items():
+        same = [actual[path][0] == expected[path][0] for path in paths]
+        apart = [abs(actual[path][1] - expected[path][1]) for path, equal in zip(paths, same, strict=True) if equal]
         print(f"| {name} | {100 * sum(same) / len(same):.1f}% | {max(apart):.1e} |", flush=True)
 
 

@@ -86,19 +86,19 @@ def waits(resident: Resident, batches: int, step: float) -> tuple[float, float]:
     """Return how long a caller waits for a batch while the device is busy, and the time per step."""
     left, right = torch.randn(2, 4096, 4096, device=resident.device, dtype=torch.bfloat16).unbind()
 
-    def compute(products: int) -> None:
-        for _ in range(products):
+    def compute(matmuls: int) -> None:
+        for _ in range(matmuls):
             torch.mm(left, right)
         finished(resident.device)
 
-    products = max(1, round(50 * step / seconds(lambda _: compute(50), 5)))
+    matmuls = max(1, round(50 * step / seconds(lambda _: compute(50), 5)))
     waited, whole = [], []
     with closing(resident.batches(0, batches)) as coming:
         for _ in range(batches):
             start = time.perf_counter()
             next(coming)
             waited.append(time.perf_counter() - start)
-            compute(products)
+            compute(matmuls)
             whole.append(time.perf_counter() - start)
     later = batches // 5
     return statistics.median(waited[later:]), statistics.median(whole[later:])

@@ -62,9 +62,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--peer", nargs=4, metavar=("KIND", "PRECISION", "PORT", "BUNDLE"), help="run a peer's server")
-    asked = parser.parse_args()
-    if asked.peer:
-        run_peer(asked.peer[0], asked.peer[1], int(asked.peer[2]), Path(asked.peer[3]))
+    options = parser.parse_args()
+    if options.peer:
+        run_peer(options.peer[0], options.peer[1], int(options.peer[2]), Path(options.peer[3]))
         return
     with tempfile.TemporaryDirectory() as folder:
         bundle = Path(folder) / "ti16"
@@ -73,8 +73,8 @@ def main() -> None:
         with torch.no_grad():
             cast("nn.Linear", model.head).weight.normal_(std=0.1)
         Bundle(model, Preprocess()).save(bundle)
-        compare(bundle, asked.clients, asked.seconds, asked.turns)
-        overload(bundle, asked.seconds)
+        compare(bundle, options.clients, options.seconds, options.turns)
+        overload(bundle, options.seconds)
 
 
 def compare(bundle: Path, clients: int, seconds: float, turns: int) -> None:
@@ -94,10 +94,10 @@ def compare(bundle: Path, clients: int, seconds: float, turns: int) -> None:
             asyncio.run(load(place, requests[name], clients, 2.0, process))
         settled = httpx.get(f"{url}/v1/models").json()["models"][0]["precision"]
         print(f"default precision of ours: {settled}")
-        found: dict[str, list[Pass]] = {name: [] for name in places}
+        results: dict[str, list[Pass]] = {name: [] for name in places}
         for _ in range(turns):
             for name, (place, process) in places.items():
-                found[name].append(asyncio.run(load(place, requests[name], clients, seconds, process)))
+                results[name].append(asyncio.run(load(place, requests[name], clients, seconds, process)))
     print(
         f"\n{clients} clients, {turns} turns of {seconds:g} s, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n"
     )
@@ -105,10 +105,10 @@ def compare(bundle: Path, clients: int, seconds: float, turns: int) -> None:
         "× rate, × p95: how many times the requests/s and the p95 of that server ours has, in float32 / as it settled\n"
     )
     print("| server | requests/s | median ms | p95 ms | CPU ms | × requests/s | × p95 |\n|---|---|---|---|---|---|---|")
-    for name, passes in found.items():
+    for name, passes in results.items():
         rate, median, p95 = (statistics.median(numbers) for numbers in list(zip(*passes, strict=True))[:3])
         cost = statistics.median(one.cpu for one in passes)
-        pairs = [list(zip(found[own], passes, strict=True)) for own in list(found)[:2]]
+        pairs = [list(zip(results[own], passes, strict=True)) for own in list(results)[:2]]
         faster = " / ".join(f"{statistics.median(a.rate / b.rate for a, b in pair):.2f}" for pair in pairs)
         slower = " / ".join(f"{statistics.median(a.p95 / b.p95 for a, b in pair):.2f}" for pair in pairs)
         times = f"{1000 * median:.0f} | {1000 * p95:.0f} | {1000 * cost:.1f}"
@@ -211,14 +211,14 @@ def cpu_seconds(process: int) -> float:
 
 def check_alike(places: dict[str, tuple[str, int]], photos: list[bytes]) -> None:
     """Check that all servers return the same predictions."""
-    said: list[Any] = []
+    predictions: list[Any] = []
     for place, _ in places.values():
         results = httpx.post(place, files={"image": ("photo.jpg", photos[0], "image/jpeg")}, timeout=PATIENCE).json()[
             "results"
         ]
-        said.append([row["index"] for row in results[0]["classes"]])
-    if any(one[:1] != said[0][:1] for one in said):
-        sys.exit(f"the servers' predictions differ: {said}")
+        predictions.append([row["index"] for row in results[0]["classes"]])
+    if any(one[:1] != predictions[0][:1] for one in predictions):
+        sys.exit(f"the servers' predictions differ: {predictions}")
 
 
 def photographs() -> list[bytes]:
@@ -242,8 +242,8 @@ def ours(bundle: Path, *words: str) -> Iterator[tuple[float, str, int]]:
     began = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
-        said = process.stdout.readline() if process.stdout is not None else ""
-        url = said.split(" at ")[1].strip().rstrip("/")
+        line = process.stdout.readline() if process.stdout is not None else ""
+        url = line.split(" at ")[1].strip().rstrip("/")
         httpx.get(f"{url}/readyz").raise_for_status()
         yield time.perf_counter() - began, url, process.pid
     finally:
@@ -283,7 +283,7 @@ def run_peer(kind: str, precision: str, port: int, bundle: Path) -> None:
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
     app = FastAPI()
 
-    def answer(content: bytes) -> dict[str, Any]:
+    def respond(content: bytes) -> dict[str, Any]:
         pixels = transform(Image.open(io.BytesIO(content)).convert("RGB")).unsqueeze(0)
         in_bf16 = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
         with torch.inference_mode(), in_bf16:
@@ -295,13 +295,13 @@ def run_peer(kind: str, precision: str, port: int, bundle: Path) -> None:
 
         @app.post("/predict")
         async def predict(image: UploadFile) -> dict[str, Any]:
-            return answer(await image.read())
+            return respond(await image.read())
 
     else:
 
         @app.post("/predict")
         def predict_in_a_thread(image: UploadFile) -> dict[str, Any]:
-            return answer(image.file.read())
+            return respond(image.file.read())
 
     uvicorn.run(app, port=port, log_level="error")
 

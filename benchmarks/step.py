@@ -116,7 +116,7 @@ def main() -> None:
         whole.append((time.perf_counter() - began) / options.steps)
     step, busy = statistics.median(whole), statistics.median(here)
     peak = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else None
-    found = {
+    record = {
         "recipe": options.recipe, "changes": options.set, "mode": options.mode, "short": options.short,
         "step_ms": 1e3 * step, "busy_ms": 1e3 * busy, "images_per_second": plan.batch / step, "first_s": first,
         "peak_mib": peak, "loss": pending.read().loss,
@@ -127,7 +127,7 @@ def main() -> None:
     )
     if options.json:
         with open(options.json, "a", encoding="utf-8") as file:
-            file.write(json.dumps(found) + "\n")
+            file.write(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":

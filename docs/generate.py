@@ -40,7 +40,7 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 def fill(markdown: str) -> str:
     """Return a page with its generated sections."""
-    return MARKER.sub(lambda found: GENERATORS[found[1]](), markdown)
+    return MARKER.sub(lambda match: GENERATORS[match[1]](), markdown)
 
 
 # ── the command line ──
@@ -58,19 +58,19 @@ class Parameter(NamedTuple):
 
 def commands() -> str:
     """Return a table of all commands, and a section for each."""
-    found = [(_command_name(command), command) for command in app.registered_commands if not command.hidden]
+    named = [(_command_name(command), command) for command in app.registered_commands if not command.hidden]
     rows = [
         (f"[`vitrail {name}`](#vitrail-{name})", _cell(_description(command).partition("\n\n")[0]))
-        for name, command in found
+        for name, command in named
     ]
-    sections = [_command_section(name, command) for name, command in found]
+    sections = [_command_section(name, command) for name, command in named]
     return "\n\n".join([_table(("command", "what it does"), rows), *sections])
 
 
 def parameters(command: CommandInfo) -> list[Parameter]:
     """Return the arguments and options of a command, in the order of its signature."""
     assert command.callback is not None
-    found = []
+    result = []
     for name, meta in get_params_from_function(command.callback).items():
         info = meta.default
         if info.hidden:
@@ -90,14 +90,14 @@ def parameters(command: CommandInfo) -> list[Parameter]:
         text = _cell(info.help or "")
         if info.envvar:
             text += f" Environment: `{info.envvar}`."
-        found.append(Parameter(argument, spelling, metavar, _option_default(info.default, flag), text))
-    return found
+        result.append(Parameter(argument, spelling, metavar, _option_default(info.default, flag), text))
+    return result
 
 
 def _command_section(name: str, command: CommandInfo) -> str:
-    found = parameters(command)
-    arguments = [parameter for parameter in found if parameter.argument]
-    options = [parameter for parameter in found if not parameter.argument]
+    listed = parameters(command)
+    arguments = [parameter for parameter in listed if parameter.argument]
+    options = [parameter for parameter in listed if not parameter.argument]
     usage = " ".join(
         [f"vitrail {name}", *(["[OPTIONS]"] if options else [])]
         + [word.spelling if word.default == "required" else f"[{word.spelling}]" for word in arguments]
@@ -171,7 +171,7 @@ def fields() -> list[Field]:
 
 def docstrings(config: type[BaseModel]) -> dict[str, str]:
     """Return the text under each field of a config, from its source."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for base in reversed(config.__mro__):
         if not issubclass(base, BaseModel) or base is BaseModel:
             continue
@@ -185,8 +185,8 @@ def docstrings(config: type[BaseModel]) -> dict[str, str]:
                 and isinstance(following.value, ast.Constant)
                 and isinstance(following.value.value, str)
             ):
-                found[statement.target.id] = inspect.cleandoc(following.value.value)
-    return found
+                texts[statement.target.id] = inspect.cleandoc(following.value.value)
+    return texts
 
 
 def _field_rows(config: type[BaseModel], path: str, *, nested: bool = True) -> Iterator[Field]:
@@ -285,8 +285,8 @@ def _layers() -> dict[str, int]:
     tree = ast.parse((ROOT / "tests" / "test_architecture.py").read_text(encoding="utf-8"))
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "LAYER":
-            found: dict[str, int] = ast.literal_eval(node.value)
-            return found
+            layers: dict[str, int] = ast.literal_eval(node.value)
+            return layers
     raise LookupError("tests/test_architecture.py does not define LAYER")
 
 

@@ -47,8 +47,8 @@ def main() -> None:
         optimizer.step()
     images, masks = paint(64, 48)
     with torch.no_grad():
-        found = model(images) > 0
-    overlap = (found & masks.bool()).sum() / (found | masks.bool()).sum()
+        predicted = model(images) > 0
+    overlap = (predicted & masks.bool()).sum() / (predicted | masks.bool()).sum()
     print(f"intersection over union on 64 new images: {overlap:.2f}")
 
 

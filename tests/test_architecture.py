@@ -45,11 +45,11 @@ LAYER = {
 @functools.cache
 def modules() -> dict[str, ast.Module]:
     """Return the parsed modules of the package by dotted name."""
-    found = {}
+    results = {}
     for path in sorted(SOURCE.rglob("*.py")):
         parts = path.relative_to(SOURCE).with_suffix("").parts
-        found[".".join(parts)] = ast.parse(path.read_text(encoding="utf-8"))
-    return found
+        results[".".join(parts)] = ast.parse(path.read_text(encoding="utf-8"))
+    return results
 
 
 def imports(tree: ast.Module) -> list[str]:

@@ -93,8 +93,8 @@ def test_one_initialisation_can_be_perturbed_many_times(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     kept = tmp_path / "scatter.json"
-    asked = ["--curve", "2", "--small", "--starts", "3", "--nudges", "2", "--nudge", "1e-4", "--json", str(kept)]
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", *asked])
+    arguments = ["--curve", "2", "--small", "--starts", "3", "--nudges", "2", "--nudge", "1e-4", "--json", str(kept)]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", *arguments])
     gpu.main()
     runs = json.loads(kept.read_text(encoding="utf-8"))["scatter"]
     assert [run["way"] for run in runs] == ["plain", "fast"] * 3

@@ -72,13 +72,13 @@ def test_json_output(run: RunCommand, data: Path, tmp_path: Path) -> None:
     sheet = tmp_path / "sheet.png"
     done = run(data, "--json", "--workers", 0, "--images-per-second", 10, "--sheet", sheet, "--size", 64)
     assert (done.code, done.err) == (2, "")
-    found = json.loads(done.out)
-    assert found["summary"].startswith("21 images in 2 classes; 1 cannot be read")
-    assert found["unreadable"][0]["label"] == "cat"
-    assert found["sheet"] == str(sheet)
-    assert found["speed"]["images_per_second"] > 0
-    assert [bound["images_per_second"] for bound in found["bounds"]] == [10]
-    assert found["bounds"][0]["by"] == "compute"
+    result = json.loads(done.out)
+    assert result["summary"].startswith("21 images in 2 classes; 1 cannot be read")
+    assert result["unreadable"][0]["label"] == "cat"
+    assert result["sheet"] == str(sheet)
+    assert result["speed"]["images_per_second"] > 0
+    assert [bound["images_per_second"] for bound in result["bounds"]] == [10]
+    assert result["bounds"][0]["by"] == "compute"
     with Image.open(sheet) as image:
         assert image.format == "PNG"
 
@@ -118,8 +118,8 @@ def test_one_pass_lists_all_errors(run: RunCommand, data: Path) -> None:
         "· 1 image has only a single colour.",
     ):
         assert text in done.out
-    found = json.loads(run(data, "--json", "--workers", 0).out)
-    assert len(found["faults"]) == 6
+    result = json.loads(run(data, "--json", "--workers", 0).out)
+    assert len(result["faults"]) == 6
 
 
 def test_the_contact_sheet_path_is_printed(run: RunCommand, data: Path, tmp_path: Path) -> None:

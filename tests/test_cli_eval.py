@@ -85,15 +85,15 @@ def test_json_output(run: RunCommand, bundle: Path, data: Path) -> None:
     (data / "cat" / "text.png").write_text("no image")
     done = run(bundle, data, "--json", "--batch", 3)
     assert done.code == 0
-    found = json.loads(done.out)
-    assert (found["split"], found["images"], found["top5"]) == ("all", 20, None)
-    assert np.array(found["confusion"]).sum() == 20
-    assert found["bad"][0]["name"].endswith("text.png")
-    assert "; 1 more could not be read; evaluated on all images; it is unknown whether" in found["summary"]
-    assert found["warnings"] == [line.removeprefix("WARNING: ") for line in done.err.splitlines()]
-    assert found["warnings"]
+    result = json.loads(done.out)
+    assert (result["split"], result["images"], result["top5"]) == ("all", 20, None)
+    assert np.array(result["confusion"]).sum() == 20
+    assert result["bad"][0]["name"].endswith("text.png")
+    assert "; 1 more could not be read; evaluated on all images; it is unknown whether" in result["summary"]
+    assert result["warnings"] == [line.removeprefix("WARNING: ") for line in done.err.splitlines()]
+    assert result["warnings"]
     text = run(bundle, data).out
-    assert text.startswith(found["summary"] + ".\n")
+    assert text.startswith(result["summary"] + ".\n")
     assert "Images that could not be read" in text
 
 
@@ -115,8 +115,8 @@ def test_the_splits_of_the_run_are_used(run: RunCommand, bundle: Path, data: Pat
         assert images in line
         assert line.endswith(end)
     assert run(bundle, data).out == run(bundle, data, "--split", "test").out
-    found = json.loads(run(bundle, data, "--split", "val", "--json").out)
-    assert (found["split"], found["selected_on"], found["trained_on"]) == ("val", 4, 0)
+    actual = json.loads(run(bundle, data, "--split", "val", "--json").out)
+    assert (actual["split"], actual["selected_on"], actual["trained_on"]) == ("val", 4, 0)
     (bundle.parent / "split.json").write_text("[1]")
     assert "% on 20 images, " in run(bundle, data).out
 
@@ -159,8 +159,8 @@ def test_renamed_moved_and_copied_images_are_recognised_by_content(run: RunComma
     assert line.endswith("; evaluated on all images; selected on 4 of these images; trained on 10 of these images.")
     copy = next((moved / "cat").iterdir())
     (moved / "cat" / "copy.png").write_bytes(copy.read_bytes())
-    found = json.loads(run(bundle, moved, "--json").out)
-    assert (found["selected_on"] + found["trained_on"] - 14 in (0, 1), found["compared_by"]) == (True, "content")
+    result = json.loads(run(bundle, moved, "--json").out)
+    assert (result["selected_on"] + result["trained_on"] - 14 in (0, 1), result["compared_by"]) == (True, "content")
     for path in [*moved.glob("*/*.png")]:
         Image.open(path).save(path, compress_level=0)  # another file, which cannot be recognised
     line = run(bundle, moved).out.splitlines()[0]
@@ -171,8 +171,8 @@ def test_another_image_under_the_same_name_was_not_trained_on(run: RunCommand, b
     recorded(bundle, data)
     for number, path in enumerate(sorted(data.glob("*/*.png"))):
         Image.fromarray(np.random.default_rng([7, number]).integers(0, 256, (8, 8), np.uint8)).save(path)
-    found = json.loads(run(bundle, data, "--split", "all", "--json").out)
-    assert (found["selected_on"], found["trained_on"]) == (0, 0)
+    result = json.loads(run(bundle, data, "--split", "all", "--json").out)
+    assert (result["selected_on"], result["trained_on"]) == (0, 0)
 
 
 def test_digests_that_are_compressed_are_not_read(bundle: Path) -> None:
@@ -214,8 +214,8 @@ def test_a_new_image_is_not_reported_as_trained_on(run: RunCommand, bundle: Path
     (bundle.parent / "split.json").write_text(json.dumps(open_data(data, seed=3, val=0.2, test=0.3).record))
     old = next((data / "cat").iterdir())
     (data / "cat" / f"new{old.suffix}").write_bytes(old.read_bytes())
-    found = json.loads(run(bundle, data, "--split", "all", "--json").out)
-    assert (found["selected_on"], found["trained_on"]) == (4, 10)
+    result = json.loads(run(bundle, data, "--split", "all", "--json").out)
+    assert (result["selected_on"], result["trained_on"]) == (4, 10)
 
 
 def test_without_its_split_file_evaluation_fails(run: RunCommand, bundle: Path, data: Path) -> None:
@@ -281,25 +281,25 @@ def test_sources_that_cannot_be_opened(run: RunCommand, bundle: Path, data: Path
     for words in ((tmp_path / "nowhere", data), (bundle, tmp_path / "nowhere")):
         done = run(*words)
         assert (done.code, done.out) == (2, "")
-        assert "nowhere" in done.err
+        assert "nowhere does not exist; " in done.err
         assert len(done.err.splitlines()) == 1
 
 
 def test_compact_json_is_equivalent() -> None:
-    found = {"matrix": [[1, -2.5e-7], [3, 4]], "names": ["[\n1, 2\n]", "3"], "empty": [], "interval": [0.5, 1]}
-    text = _compact_json(found)
-    assert json.loads(text) == found
+    result = {"matrix": [[1, -2.5e-7], [3, 4]], "names": ["[\n1, 2\n]", "3"], "empty": [], "interval": [0.5, 1]}
+    text = _compact_json(result)
+    assert json.loads(text) == result
     assert "[1, -2.5e-07]" in text
 
 
 def test_python_and_command_agree(run: RunCommand, bundle: Path, data: Path) -> None:
     for split in (None, "val", "all"):
-        found = vitrail.evaluate(bundle, data, split=split, workers=0)
+        result = vitrail.evaluate(bundle, data, split=split, workers=0)
         done = run(bundle, data, "--json", *(() if split is None else ("--split", split)))
-        assert json.loads(done.out) == json.loads(json.dumps(found.as_dict()))
-        assert found.split == (split or "all")
+        assert json.loads(done.out) == json.loads(json.dumps(result.as_dict()))
+        assert result.split == (split or "all")
         printed = run(bundle, data, *(() if split is None else ("--split", split))).out
-        assert printed.startswith(f"{found.summary}.\n")
+        assert printed.startswith(f"{result.summary}.\n")
     opened = vitrail.evaluate(vitrail.load(bundle), str(data), workers=0)
     assert opened.as_dict() == vitrail.evaluate(bundle, data, workers=0).as_dict()
     assert opened.top1_interval.low <= opened.top1 <= opened.top1_interval.high
@@ -321,7 +321,7 @@ def test_python_errors(bundle: Path, data: Path) -> None:
         vitrail.evaluate(bundle, data, split="tset")
     with pytest.raises(vitrail.CheckpointError, match=r"wrap your own model with vitrail\.Bundle"):
         vitrail.evaluate(vitrail.load(bundle).model, data)
-    with pytest.raises(vitrail.DataError, match="nowhere"):
+    with pytest.raises(vitrail.DataError, match="nowhere does not exist; give a folder"):
         vitrail.evaluate(bundle, data / "nowhere")
-    with pytest.raises(vitrail.ConfigError, match="'gpu'"):
+    with pytest.raises(vitrail.ConfigError, match="no device is called 'gpu'"):
         vitrail.evaluate(bundle, data, device="gpu")

@@ -154,9 +154,9 @@ def run_example(path: Path, folder: Path) -> str:
 def test_the_example_runs(path: Path, tmp_path: Path) -> None:
     printed = run_example(path, tmp_path)
     if path.name == "segmentation_head.py":
-        found = re.search(r"intersection over union[^:]*: (\d\.\d+)", printed)
-        assert found is not None, printed
-        assert float(found[1]) > 0.7
+        match = re.search(r"intersection over union[^:]*: (\d\.\d+)", printed)
+        assert match is not None, printed
+        assert float(match[1]) > 0.7
 
 
 # ── words ──
@@ -223,11 +223,11 @@ def test_the_drawing_shows_the_shapes_of_the_model() -> None:
     # The drawing cuts the image and flattens the patches, as in the paper; a convolution does both at once.
     config = variant_config("B/16").replace(stem="linear")
     with torch.device("meta"):  # shapes only
-        found = stages(ViT(config).eval(), sample_image(config.channels, config.image_size))
+        result = stages(ViT(config).eval(), sample_image(config.channels, config.image_size))
     written = words(DOCS / "drawings" / "how-a-vit-sees.svg")
-    for stage in found:
+    for stage in result:
         assert " × ".join(map(str, stage.shape[1:])) in written, stage
-    assert f"{math.prod(found[0].shape):,} numbers" in written
+    assert f"{math.prod(result[0].shape):,} numbers" in written
     assert f"{config.width} → {config.mlp_hidden} → {config.width}" in written
 
 
@@ -263,6 +263,6 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", SHOWN, ids=name_of)
 def test_the_docstring_examples_run(path: Path) -> None:
     module = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
-    found = doctest.testmod(importlib.import_module(module))
-    assert found.attempted
-    assert not found.failed
+    result = doctest.testmod(importlib.import_module(module))
+    assert result.attempted
+    assert not result.failed

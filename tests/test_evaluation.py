@@ -81,33 +81,33 @@ def same(one: Evaluation, other: Evaluation) -> bool:
 
 
 def test_metrics_agree_with_the_model(bundle: Bundle) -> None:
-    found = evaluate_bundle(bundle, DIGITS, device="cpu", workers=0)
+    result = evaluate_bundle(bundle, DIGITS, device="cpu", workers=0)
     images = np.stack([DIGITS.read(index) for index in range(len(DIGITS))])
     bundle.model.eval()
     with torch.no_grad():
         outputs = bundle.model(PRE.normalise(torch.from_numpy(images)[:, None]))
     labels, predicted = torch.from_numpy(DIGITS.labels), outputs.argmax(1)
     right = predicted == labels
-    assert found.images == len(DIGITS) == 200
-    assert 0.5 < found.top1 < 1
-    assert found.top1 == pytest.approx(right.float().mean().item())
-    assert found.top1_interval.low < found.top1 < found.top1_interval.high
-    assert found.top5 == pytest.approx((outputs.topk(5).indices == labels[:, None]).any(1).float().mean().item())
-    assert found.loss == pytest.approx(nn.functional.cross_entropy(outputs, labels).item(), rel=1e-5)
-    assert found.loss_interval.low < found.loss < found.loss_interval.high
-    assert np.trace(found.confusion) == right.sum()
+    assert result.images == len(DIGITS) == 200
+    assert 0.5 < result.top1 < 1
+    assert result.top1 == pytest.approx(right.float().mean().item())
+    assert result.top1_interval.low < result.top1 < result.top1_interval.high
+    assert result.top5 == pytest.approx((outputs.topk(5).indices == labels[:, None]).any(1).float().mean().item())
+    assert result.loss == pytest.approx(nn.functional.cross_entropy(outputs, labels).item(), rel=1e-5)
+    assert result.loss_interval.low < result.loss < result.loss_interval.high
+    assert np.trace(result.confusion) == right.sum()
     recalls = [right[labels == digit].float().mean().item() for digit in range(10)]
-    assert [row.recall for row in found.per_class] == pytest.approx(recalls)
-    assert found.balanced_accuracy == pytest.approx(np.mean(recalls))
-    assert found.weakest is not None
-    assert found.weakest.recall == pytest.approx(min(recalls))
-    assert found.macro_f1_interval.low <= found.macro_f1 <= found.macro_f1_interval.high
+    assert [row.recall for row in result.per_class] == pytest.approx(recalls)
+    assert result.balanced_accuracy == pytest.approx(np.mean(recalls))
+    assert result.weakest is not None
+    assert result.weakest.recall == pytest.approx(min(recalls))
+    assert result.macro_f1_interval.low <= result.macro_f1 <= result.macro_f1_interval.high
     confidence = outputs.softmax(1).max(1).values
     most = int(torch.where(right, 0, confidence).argmax())
-    assert (found.worst[0].index, found.worst[0].name) == (most, DIGITS.name(most))
-    assert (found.worst[0].true, found.worst[0].predicted) == (str(int(labels[most])), str(int(predicted[most])))
-    assert found.worst[0].confidence == pytest.approx(confidence[most].item(), rel=1e-5)
-    assert [row.confidence for row in found.worst] == sorted((row.confidence for row in found.worst), reverse=True)
+    assert (result.worst[0].index, result.worst[0].name) == (most, DIGITS.name(most))
+    assert (result.worst[0].true, result.worst[0].predicted) == (str(int(labels[most])), str(int(predicted[most])))
+    assert result.worst[0].confidence == pytest.approx(confidence[most].item(), rel=1e-5)
+    assert [row.confidence for row in result.worst] == sorted((row.confidence for row in result.worst), reverse=True)
 
 
 def test_workers_and_batch_size_do_not_matter(bundle: Bundle) -> None:
@@ -125,9 +125,9 @@ def test_progress_is_reported(bundle: Bundle) -> None:
 
 
 def test_as_dict_is_json(bundle: Bundle) -> None:
-    found = evaluate_bundle(bundle, Corrupt(3), device="cpu", workers=0)
-    again = json.loads(json.dumps(found.as_dict(), allow_nan=False))
-    assert again == found.as_dict()
+    result = evaluate_bundle(bundle, Corrupt(3), device="cpu", workers=0)
+    again = json.loads(json.dumps(result.as_dict(), allow_nan=False))
+    assert again == result.as_dict()
     assert np.array(again["confusion"]).sum() == again["images"] == 199
     assert len(again["reliability"]) == 15
     assert again["worst"][0].keys() == {"index", "name", "true", "predicted", "confidence"}
@@ -144,11 +144,11 @@ def test_classes_in_another_order_are_renumbered(bundle: Bundle) -> None:
 def test_a_subset_of_the_classes(bundle: Bundle) -> None:
     some = np.isin(ALL_DIGITS.labels, (3, 8))
     source = Arrays(ALL_DIGITS.images[some], (ALL_DIGITS.labels[some] == 8).astype(np.int64), ("3", "8"))
-    found = evaluate_bundle(bundle, source, device="cpu", workers=0)
-    assert [row.name for row in found.per_class if row.images] == ["3", "8"]
-    assert {row.name for row in found.weakest_first} == {"3", "8"}
-    assert found.per_class[0].recall is None
-    assert found.confusion.shape == (10, 10)
+    result = evaluate_bundle(bundle, source, device="cpu", workers=0)
+    assert [row.name for row in result.per_class if row.images] == ["3", "8"]
+    assert {row.name for row in result.weakest_first} == {"3", "8"}
+    assert result.per_class[0].recall is None
+    assert result.confusion.shape == (10, 10)
 
 
 def test_classes_that_do_not_match(bundle: Bundle) -> None:
@@ -163,7 +163,7 @@ def test_classes_that_do_not_match(bundle: Bundle) -> None:
     with pytest.raises(DataError, match="image 0 has no class"):
         evaluate_bundle(bundle, without, device="cpu", workers=0)
     headless = Bundle(ViT(bundle.model.config.replace(classes=0)), PRE)
-    with pytest.raises(CheckpointError, match="no head"):
+    with pytest.raises(CheckpointError, match="the model has no head, so it cannot predict classes"):
         evaluate_bundle(headless, DIGITS, device="cpu", workers=0)
     batches = evaluation_batches(EvaluationData(other, PRE, 2), workers=0)
     with pytest.raises(DataError, match="the model has 10 classes and the data 2"):
@@ -173,17 +173,17 @@ def test_classes_that_do_not_match(bundle: Bundle) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_bad_images_are_listed_and_skipped(bundle: Bundle, workers: int) -> None:
     corrupt = (0, *range(64, 128), 199)  # the second batch has none that can be read
-    found = evaluate_bundle(bundle, Corrupt(*corrupt), device="cpu", workers=workers)
-    assert [bad.name for bad in found.bad] == [f"digits/{index}.png" for index in corrupt]
-    assert found.images == 200 - len(corrupt)
-    assert found.summary.endswith("; 66 more could not be read")
-    assert not {mistake.index for mistake in found.worst} & set(corrupt)
+    result = evaluate_bundle(bundle, Corrupt(*corrupt), device="cpu", workers=workers)
+    assert [bad.name for bad in result.bad] == [f"digits/{index}.png" for index in corrupt]
+    assert result.images == 200 - len(corrupt)
+    assert result.summary.endswith("; 66 more could not be read")
+    assert not {mistake.index for mistake in result.worst} & set(corrupt)
 
 
 def test_no_readable_images(bundle: Bundle) -> None:
     with pytest.raises(DataError, match=r"none of the 200 can be read; the first, digits/0.png: "):
         evaluate_bundle(bundle, Corrupt(*range(200)), device="cpu", workers=0)
-    with pytest.raises(DataError, match="there are no images to evaluate"):
+    with pytest.raises(DataError, match="no images to evaluate"):
         evaluate(bundle.model, [], DIGITS, preprocess=PRE, device=CPU)
 
 
@@ -220,10 +220,10 @@ def odd() -> Iterator[Callable[..., Predictions]]:
 
 
 def test_modes_are_restored_and_dropout_is_off(odd: Callable[..., Predictions]) -> None:
-    found = odd(odd_source())
-    assert found.indices.tolist() == list(range(6))
-    assert found.probabilities.dtype == np.float32
-    assert found.probabilities.tolist() == [pytest.approx([0.1] * 10)] * 6
+    result = odd(odd_source())
+    assert result.indices.tolist() == list(range(6))
+    assert result.probabilities.dtype == np.float32
+    assert result.probabilities.tolist() == [pytest.approx([0.1] * 10)] * 6
 
 
 def test_outputs_that_are_not_finite_name_the_image(odd: Callable[..., Predictions]) -> None:
@@ -252,15 +252,15 @@ def source_of(count: int) -> Arrays:
 
 
 def test_the_summary() -> None:
-    found = evaluate_predictions(predictions(354, 6), source_of(360))
-    assert found.summary == (
+    result = evaluate_predictions(predictions(354, 6), source_of(360))
+    assert result.summary == (
         "98.3% on 360 held-out images, 95% interval 96.4–99.2; always 'cat' gives 98.3%, chance 50.0%; "
         "weakest class dog"
     )
-    assert found.as_dict()["baselines"] == {"majority_class": "cat", "majority": 354 / 360, "chance": 0.5}
-    assert [text.split(":")[0] for text in found.as_dict()["warnings"]] == ["no better than guessing"]
-    assert found.top5 is None
-    assert found.ece == pytest.approx(354 / 360 - 0.8)
+    assert result.as_dict()["baselines"] == {"majority_class": "cat", "majority": 354 / 360, "chance": 0.5}
+    assert [text.split(":")[0] for text in result.as_dict()["warnings"]] == ["no better than guessing"]
+    assert result.top5 is None
+    assert result.ece == pytest.approx(354 / 360 - 0.8)
     perfect = evaluate_predictions(predictions(1, 0), source_of(1), kind="images")
     assert perfect.summary == "100.0% on 1 image, 95% interval 20.7–100.0"
     assert (perfect.weakest, perfect.worst) == (None, ())

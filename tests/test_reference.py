@@ -137,14 +137,14 @@ def test_every_public_name_is_rendered() -> None:
     rendered = []
     for name in documented():
         module, _, attribute = name.rpartition(".")
-        found = getattr(importlib.import_module(module), attribute)
+        result = getattr(importlib.import_module(module), attribute)
         members = re.search(rf"^::: {re.escape(name)}\n(?: .*\n)*? +members: \[(.*?)\]", pages, re.MULTILINE)
         rendered += [
-            found,
-            *(getattr(found, member, None) for member in re.findall(r"\w+", members[1] if members else "")),
+            result,
+            *(getattr(result, member, None) for member in re.findall(r"\w+", members[1] if members else "")),
         ]
     public = [name for name in vitrail.__all__ if name != "__version__"]
-    assert [name for name in public if not any(getattr(vitrail, name) is found for found in rendered)] == []
+    assert [name for name in public if not any(getattr(vitrail, name) is result for result in rendered)] == []
 
 
 # ── files about the project ──
@@ -161,5 +161,5 @@ def test_paths_and_targets_in_the_text_exist(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)) <= targets
-    paths = [found for found in re.findall(r"`([\w.]+/[\w./-]*)`", text) if not re.search(r"NAME|^site/", found)]
+    paths = [match for match in re.findall(r"`([\w.]+/[\w./-]*)`", text) if not re.search(r"NAME|^site/", match)]
     assert [path for path in paths if not any((base / path).exists() for base in (ROOT, ROOT / "src/vitrail"))] == []

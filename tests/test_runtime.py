@@ -52,11 +52,11 @@ places = st.lists(st.one_of(st.integers(-(2**70), 2**70), st.text(max_size=5)), 
 
 @given(st.integers(), places, places)
 def test_derived_seeds_are_pure_and_distinct(seed: int, one: list[int | str], other: list[int | str]) -> None:
-    found = derive_seed(seed, *one)
-    assert found == derive_seed(seed, *one)
-    assert 0 <= found < 2**63
+    result = derive_seed(seed, *one)
+    assert result == derive_seed(seed, *one)
+    assert 0 <= result < 2**63
     if one != other:
-        assert found != derive_seed(seed, *other)
+        assert result != derive_seed(seed, *other)
 
 
 def test_derived_seeds_never_change() -> None:

@@ -180,10 +180,10 @@ def boat() -> Image.Image:
     return Image.fromarray(paint(SIDE))
 
 
-def digit(wanted: int) -> Image.Image:
+def digit(label: int) -> Image.Image:
     """Return the first of the built-in digits that shows a number."""
     arrays = digits()
-    pixels: NDArray[np.uint8] = np.asarray(arrays.images[int(np.flatnonzero(arrays.labels == wanted)[0])])
+    pixels: NDArray[np.uint8] = np.asarray(arrays.images[int(np.flatnonzero(arrays.labels == label)[0])])
     return Image.fromarray(pixels.reshape(8, 8))
 
 

@@ -53,8 +53,8 @@ def suggest(word: object, valid: Iterable[str]) -> str:
     choices = list(valid)
     # Match case-insensitively, suggest the original spelling.
     near = difflib.get_close_matches(str(word).lower(), {choice.lower() for choice in choices}, n=3, cutoff=0.6)
-    found = [choice for match in near for choice in choices if choice.lower() == match]
-    return "; did you mean " + " or ".join(map(repr, found)) + "?" if found else ""
+    matches = [choice for match in near for choice in choices if choice.lower() == match]
+    return "; did you mean " + " or ".join(map(repr, matches)) + "?" if matches else ""
 
 
 def unknown_argument(function: Callable[..., object], name: str, hint: str = "") -> ConfigError:

@@ -253,7 +253,7 @@ def evaluate_chosen(
     """
     # Call them held-out only if the run's record says so.
     kind = HELD_OUT if chosen.held_out else "training images" if chosen.split == "train" else "images"
-    found = evaluate_bundle(
+    evaluation = evaluate_bundle(
         bundle,
         chosen.source,
         device=device,
@@ -265,7 +265,7 @@ def evaluate_chosen(
         on_progress=on_progress,
     )
     return replace(
-        found, split=chosen.split, seen=seen_in_training(chosen.source, record, recorded_contents(bundle.origin))
+        evaluation, split=chosen.split, seen=seen_in_training(chosen.source, record, recorded_contents(bundle.origin))
     )
 
 
@@ -284,7 +284,7 @@ def evaluate(
     if not len(predictions.labels):
         bad = predictions.bad
         why = f"none of the {len(bad):,} can be read; the first, {bad[0].name}: {bad[0].reason}" if bad else "none"
-        raise DataError(f"there are no images to evaluate: {why}")
+        raise DataError(f"no images to evaluate: {why}")
     return evaluate_predictions(predictions, source, kind=kind)
 
 
@@ -301,7 +301,7 @@ def predict_all(
 
     The model runs in eval mode, and its modules get their previous modes back afterwards.
     """
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    collected: list[tuple[Tensor, Tensor, Tensor]] = []
     bad: list[BadImage] = []
     with eval_mode(model), torch.inference_mode():
         for batch in batches:
@@ -311,10 +311,10 @@ def predict_all(
             with autocast(device, precision):
                 outputs = model(preprocess.normalise(batch.to(device).pixels)).float()
             check_finite(outputs, batch.indices, name, precision)
-            found.append((outputs.softmax(dim=1).cpu(), batch.labels, batch.indices))
-    if not found:
+            collected.append((outputs.softmax(dim=1).cpu(), batch.labels, batch.indices))
+    if not collected:
         return Predictions(np.zeros((0, 0), np.float32), np.zeros(0, np.int64), np.zeros(0, np.int64), tuple(bad))
-    probabilities, labels, indices = (torch.cat(tensors).numpy() for tensors in zip(*found, strict=True))
+    probabilities, labels, indices = (torch.cat(tensors).numpy() for tensors in zip(*collected, strict=True))
     return Predictions(probabilities, labels, indices, tuple(bad))
 
 

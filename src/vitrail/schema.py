@@ -63,7 +63,7 @@ class Frozen(BaseModel):
 def _sentence(cls: type[BaseModel], error: ErrorDetails) -> str:
     """Turn a validation error into a sentence: the path, the value, what would be valid."""
     path = ".".join(str(item) for item in error["loc"]) or cls.__name__
-    found = error.get("input")
+    value = error.get("input")
     match error["type"]:
         case "extra_forbidden":
             *parents, key = error["loc"]
@@ -71,18 +71,18 @@ def _sentence(cls: type[BaseModel], error: ErrorDetails) -> str:
         case "literal_error":
             expected = error["ctx"]["expected"]
             words = expected.replace(" or ", ", ").split(", ")
-            return f"{path} is {_shown(found)}, which is not one of {expected}" + suggest(
-                str(found), [word.strip("'") for word in words]
+            return f"{path} is {_shown(value)}, which is not one of {expected}" + suggest(
+                str(value), [word.strip("'") for word in words]
             )
         case "missing":
             return f"{cls.__name__} needs {path}"
         case _:
-            return f"{path} is {_shown(found)}: {error['msg'][:1].lower()}{error['msg'][1:]}"
+            return f"{path} is {_shown(value)}: {error['msg'][:1].lower()}{error['msg'][1:]}"
 
 
-def _shown(found: Any) -> str:
+def _shown(value: Any) -> str:
     """Return the value's repr, truncated."""
-    text = repr(found)
+    text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
 
 
@@ -109,14 +109,14 @@ def _configs_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _configs_in(inner)
 
 
-def _as_whole(value: Any) -> Any:
+def _as_integer(value: Any) -> Any:
     """Convert anything with `__index__`, such as a NumPy integer, to int; leave bool alone."""
     return operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value
 
 
 def _as_pair(value: Any) -> Any:
     """Read 16 as (16, 16), and accept a list from JSON or TOML."""
-    value = _as_whole(value)
+    value = _as_integer(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return (value, value)
     if isinstance(value, (tuple, list)) and len(value) == 2:
@@ -130,8 +130,8 @@ def _as_tuple(value: Any) -> Any:
 
 LIMIT = 1_000_000
 """The largest size allowed for a model or an image; a larger one is a typo that would run out of memory."""
-Positive = Annotated[int, BeforeValidator(_as_whole), Field(gt=0, le=LIMIT)]
-Count = Annotated[int, BeforeValidator(_as_whole), Field(ge=0, le=LIMIT)]
+Positive = Annotated[int, BeforeValidator(_as_integer), Field(gt=0, le=LIMIT)]
+Count = Annotated[int, BeforeValidator(_as_integer), Field(ge=0, le=LIMIT)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Pair = Annotated[tuple[Positive, Positive], BeforeValidator(_as_pair)]
 """Height and width; one integer sets both."""

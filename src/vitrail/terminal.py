@@ -14,4 +14,4 @@ def printable(text: str, *, line: bool = False) -> str:
     >>> print(printable("cat\x1b]0;owned\x07"))
     cat\u001b]0;owned\u0007
     """
-    return (_IN_LINE if line else _IN_TEXT).sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return (_IN_LINE if line else _IN_TEXT).sub(lambda match: f"\\u{ord(match[0]):04x}", text)

@@ -16,14 +16,14 @@ from vitrail.errors import ConfigError, InputError
 from vitrail.runtime import autocast
 
 
-def given(kind: str, **changes: object) -> tuple[Bundle, Tensor]:
+def bundle_and_images(kind: str, **changes: object) -> tuple[Bundle, Tensor]:
     made = bundle(kind, **changes)
     return made, made.preprocess.normalise(pixels(3, made.preprocess.channels))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_a_cpu_bf16_equals_the_engine(kind: str) -> None:
-    made, images = given(kind)
+    made, images = bundle_and_images(kind)
     made.model.train()  # the caller's model keeps its mode
     fast = vitrail.accelerate(made.model)
     with torch.inference_mode(), autocast(CPU, "bf16"):
@@ -38,7 +38,7 @@ def test_on_a_cpu_bf16_equals_the_engine(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "rope"])  # packed if the CPU supports it; never packed
 def test_a_model_in_training_mode_runs_without_dropout(kind: str) -> None:
-    made, images = given(kind, mlp_dropout=0.5, proj_dropout=0.5)
+    made, images = bundle_and_images(kind, mlp_dropout=0.5, proj_dropout=0.5)
     expected = accelerate(made.model)(images)
     made.model.train()
     assert torch.equal(accelerate(made.model)(images), expected)
@@ -47,32 +47,38 @@ def test_a_model_in_training_mode_runs_without_dropout(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", ["plain", "rope"])
 def test_a_model_that_is_not_in_float32(kind: str, dtype: torch.dtype) -> None:
-    made, images = given(kind)
-    found = accelerate(made.model.to(dtype))(images)
+    made, images = bundle_and_images(kind)
+    result = accelerate(made.model.to(dtype))(images)
     assert {parameter.dtype for parameter in made.model.parameters()} == {dtype}
-    assert torch.equal(found, accelerate(made.model.float())(images))
+    assert torch.equal(result, accelerate(made.model.float())(images))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_images_of_any_floating_point_dtype(kind: str, dtype: torch.dtype) -> None:
-    made, images = given(kind)
+    made, images = bundle_and_images(kind)
     fast = accelerate(made.model)
-    found = fast(images.to(dtype))
-    assert found.dtype == torch.float32
-    assert torch.equal(found, fast(images)) or dtype in (torch.float16, torch.bfloat16)
-    assert relative_error(found, fast(images)) < 0.05
+    result = fast(images.to(dtype))
+    assert result.dtype == torch.float32
+    assert torch.equal(result, fast(images)) or dtype in (torch.float16, torch.bfloat16)
+    assert relative_error(result, fast(images)) < 0.05
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros(1, 3, 16, 32, dtype=torch.uint8), [[0.0]]])
-def test_invalid_inputs_are_refused(wrong: Any) -> None:
-    made, _ = given("plain")
-    with pytest.raises(InputError, match="expected"):
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (torch.zeros(1, 3, 16, 32, dtype=torch.uint8), "expected normalised floating-point images, found torch.uint8"),
+        ([[0.0]], "expected a tensor of images, found list"),
+    ],
+)
+def test_invalid_inputs_are_refused(wrong: Any, message: str) -> None:
+    made, _ = bundle_and_images("plain")
+    with pytest.raises(InputError, match=message):
         accelerate(made.model)(wrong)
 
 
 def test_graphs_are_ignored_on_a_cpu() -> None:
-    made, images = given("plain")
+    made, images = bundle_and_images("plain")
     assert torch.equal(accelerate(made.model, graphs=True)(images), accelerate(made.model)(images))
 
 
@@ -85,7 +91,7 @@ def test_graphs_are_ignored_on_a_cpu() -> None:
     ],
 )
 def test_unsupported_options(precision: str, message: str) -> None:
-    made, images = given("plain")
+    made, images = bundle_and_images("plain")
     with pytest.raises(ConfigError) as error:
         accelerate(made.model, precision, calibration=images)
     assert str(error.value) == message

@@ -30,14 +30,14 @@ class Fake:
 
     kind: Kind = "torch"
 
-    def __init__(self, precision: Precision, answers: Tensor, seconds: float) -> None:
-        self.precision, self.answers, self.seconds = precision, answers, seconds
-        self.asked = 0
+    def __init__(self, precision: Precision, outputs: Tensor, seconds: float) -> None:
+        self.precision, self.outputs, self.seconds = precision, outputs, seconds
+        self.images = 0
 
     def __call__(self, pixels: Tensor) -> Tensor:
         Clock.skipped += self.seconds
-        self.asked += len(pixels)
-        return self.answers[pixels[:, 0, 0, 0].long()]  # the first pixel is the image's index
+        self.images += len(pixels)
+        return self.outputs[pixels[:, 0, 0, 0].long()]  # the first pixel is the image's index
 
 
 def numbered(count: int) -> Tensor:
@@ -91,7 +91,7 @@ def test_bf16_is_used_if_nothing_changes() -> None:
     assert why.startswith("bf16: ")
     assert float(why.split()[1].rstrip("×")) > 1.1
     assert isinstance(engine, Fake)
-    assert engine.asked == 16 + 64  # the first 64, and a warm-up chunk
+    assert engine.images == 16 + 64  # the first 64, and a warm-up chunk
 
 
 @pytest.mark.usefixtures("fast")
@@ -152,15 +152,15 @@ def test_an_engine_that_cannot_compute_in_bf16() -> None:
 
 def test_bf16_is_not_tried_if_the_cpu_is_not_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "faster_in_bf16", lambda device: False)
-    asked: list[str] = []
+    calls: list[str] = []
 
     def remember(precision: Precision) -> Engine:
-        asked.append(precision)
+        calls.append(precision)
         return Fake(precision, LOGITS, 0)
 
     engine, why = choose_precision(remember, numbered(4), CPU)
     assert (engine.precision, why) == ("float32", "float32: bf16 is not faster on this device")
-    assert asked == ["float32"]
+    assert calls == ["float32"]
 
 
 @pytest.mark.usefixtures("fast")
@@ -179,37 +179,37 @@ def test_with_a_real_model() -> None:
 
 @pytest.mark.usefixtures("fast")
 def test_the_engine_chooses_after_64_images() -> None:
-    said: list[str] = []
-    engine = AutoPrecisionEngine(opener(LOGITS, LOGITS + 0.001), CPU, said.append)
+    messages: list[str] = []
+    engine = AutoPrecisionEngine(opener(LOGITS, LOGITS + 0.001), CPU, messages.append)
     engine(numbered(40))  # warm-up
     engine.restart()
     for first in range(0, 60, 20):
         assert torch.equal(engine(numbered(100)[first : first + 20]), LOGITS[first : first + 20])
-        assert (engine.precision, said) == ("float32", [])
+        assert (engine.precision, messages) == ("float32", [])
     assert torch.equal(engine(numbered(100)[60:70]), LOGITS[60:70])  # float32 also in the deciding batch
     assert engine.precision == "bf16"
-    assert len(said) == 1
-    assert "the first 70 images have the same top class" in said[0]
+    assert len(messages) == 1
+    assert "the first 70 images have the same top class" in messages[0]
     assert torch.equal(engine(numbered(5)), LOGITS[:5] + 0.001)
 
 
 @pytest.mark.usefixtures("fast")
 def test_the_engine_stays_exact_if_predictions_differ() -> None:
-    said: list[str] = []
+    messages: list[str] = []
     broken = LOGITS.clone()
     broken[2] = float("nan")  # in the first batch, remembered in the others
-    engine = AutoPrecisionEngine(opener(LOGITS, broken), CPU, said.append)
+    engine = AutoPrecisionEngine(opener(LOGITS, broken), CPU, messages.append)
     for first in range(0, 100, 10):
         assert torch.equal(engine(numbered(100)[first : first + 10]), LOGITS[first : first + 10])
     assert engine.precision == "float32"
-    assert [why.split(":")[0] for why in said] == ["float32"]
+    assert [why.split(":")[0] for why in messages] == ["float32"]
 
 
 def test_an_engine_without_a_trial_reports_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "faster_in_bf16", lambda device: False)
-    said: list[str] = []
-    engine = AutoPrecisionEngine(opener(LOGITS, LOGITS), CPU, said.append)
-    assert said == ["float32: bf16 is not faster on this device"]
+    messages: list[str] = []
+    engine = AutoPrecisionEngine(opener(LOGITS, LOGITS), CPU, messages.append)
+    assert messages == ["float32: bf16 is not faster on this device"]
     engine.restart()
     assert torch.equal(engine(numbered(3)), LOGITS[:3])
 
@@ -221,8 +221,8 @@ def test_an_engine_whose_trial_fails_still_runs() -> None:
             raise RuntimeError("not enough memory\nand where")
 
     made: dict[str, Fake] = {"float32": Fake("float32", LOGITS, 0), "bf16": Failing("bf16", LOGITS, 0)}
-    said: list[str] = []
-    engine = AutoPrecisionEngine(lambda precision: made[precision], CPU, said.append)
+    messages: list[str] = []
+    engine = AutoPrecisionEngine(lambda precision: made[precision], CPU, messages.append)
     for _ in range(2):
         assert torch.equal(engine(numbered(3)), LOGITS[:3])
-    assert said == ["float32: bf16 could not be tried: not enough memory"]
+    assert messages == ["float32: bf16 could not be tried: not enough memory"]

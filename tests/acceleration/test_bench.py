@@ -18,16 +18,16 @@ from vitrail.models.vit import ViT
 
 def test_cells_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
     made = bundle()
-    asked: list[int] = []
+    requested: list[int] = []
     forward = ViT.forward
 
     def remembering(self: ViT, x: Tensor) -> Tensor:
-        asked.append(len(x))
+        requested.append(len(x))
         return forward(self, x)
 
     monkeypatch.setattr(ViT, "forward", remembering)
-    told: list[tuple[int, int]] = []
-    found = run_benchmark(
+    calls: list[tuple[int, int]] = []
+    result = run_benchmark(
         made.model,
         made.preprocess,
         device=CPU,
@@ -35,43 +35,43 @@ def test_cells_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
         precisions=("float32",),
         batches=(7, 1),  # too few to be split between threads, so each is one call
         seconds=0.2,
-        on_progress=lambda done, total: told.append((done, total)),
+        on_progress=lambda done, total: calls.append((done, total)),
     )
-    assert [(cell.engine, cell.precision, cell.batch) for cell in found.cells] == [
+    assert [(cell.engine, cell.precision, cell.batch) for cell in result.cells] == [
         ("torch", "float32", 1),
         ("torch", "float32", 7),
     ]
-    for cell in found.cells:
+    for cell in result.cells:
         spent = cell.calls * cell.batch / cell.images_per_second
         assert 0.1 < spent < 2
         assert 0 < cell.median <= cell.p95
         assert cell.change == 0
     # The two alternate: each round starts with the batch of 1.
-    assert sum(before == 7 and after == 1 for before, after in itertools.pairwise(asked)) >= ROUNDS // 2
-    assert told[-1] == (2 * ROUNDS, 2 * ROUNDS)
-    assert not found.left_out
+    assert sum(before == 7 and after == 1 for before, after in itertools.pairwise(requested)) >= ROUNDS // 2
+    assert calls[-1] == (2 * ROUNDS, 2 * ROUNDS)
+    assert not result.left_out
 
 
 def test_missing_engines_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     monkeypatch.setitem(sys.modules, "openvino", None)
     made = bundle()
-    found = run_benchmark(
+    result = run_benchmark(
         made.model, made.preprocess, device=CPU, precisions=("float32", "bf16"), batches=(1,), seconds=0.01
     )
-    assert [(cell.engine, cell.precision) for cell in found.cells] == [("torch", "float32"), ("torch", "bf16")]
-    assert found.cells[1].change > 0
-    assert [(left.engine, left.precision) for left in found.left_out] == [
+    assert [(cell.engine, cell.precision) for cell in result.cells] == [("torch", "float32"), ("torch", "bf16")]
+    assert result.cells[1].change > 0
+    assert [(left.engine, left.precision) for left in result.left_out] == [
         ("onnx", "float32"),
         ("onnx", "bf16"),
         ("openvino", None),
     ]
-    assert found.left_out[2].reason == "openvino is not installed; install it with pip install 'vitrail[openvino]'"
+    assert result.left_out[2].reason == "openvino is not installed; install it with pip install 'vitrail[openvino]'"
 
 
 def test_a_batch_beyond_memory_is_not_created() -> None:
     made = bundle()
-    found = run_benchmark(
+    result = run_benchmark(
         made.model,
         made.preprocess,
         device=CPU,
@@ -80,15 +80,15 @@ def test_a_batch_beyond_memory_is_not_created() -> None:
         batches=(10**12,),
         seconds=0.1,
     )
-    assert not found.cells
-    assert found.left_out[0].batch == 10**12
-    assert "a batch of 1,000,000,000,000 would take about" in found.left_out[0].reason
+    assert not result.cells
+    assert result.left_out[0].batch == 10**12
+    assert "a batch of 1,000,000,000,000 would take about" in result.left_out[0].reason
 
 
 def test_an_engine_with_non_finite_output_is_skipped() -> None:
     made = bundle()
     made.model.head.weight.data.mul_(1e6)
-    found = run_benchmark(
+    result = run_benchmark(
         made.model,
         made.preprocess,
         device=CPU,
@@ -97,14 +97,14 @@ def test_an_engine_with_non_finite_output_is_skipped() -> None:
         batches=(1,),
         seconds=0.01,
     )
-    assert [cell.precision for cell in found.cells] == ["float32"]
-    (left,) = found.left_out
+    assert [cell.precision for cell in result.cells] == ["float32"]
+    (left,) = result.left_out
     assert (left.precision, left.batch, left.reason) == ("fp16", None, "its output is not finite")
 
 
 def test_slow_cells_are_skipped() -> None:
     made = bundle()
-    found = run_benchmark(
+    result = run_benchmark(
         made.model,
         made.preprocess,
         device=CPU,
@@ -113,9 +113,9 @@ def test_slow_cells_are_skipped() -> None:
         batches=(1, 4096),
         seconds=0.001,
     )
-    assert [cell.batch for cell in found.cells] == [1]
-    assert found.left_out[0].batch == 4096
-    assert found.left_out[0].reason.startswith("a batch of 4,096 would take about ")
+    assert [cell.batch for cell in result.cells] == [1]
+    assert result.left_out[0].batch == 4096
+    assert result.left_out[0].reason.startswith("a batch of 4,096 would take about ")
 
 
 def test_the_model_is_not_modified() -> None:
@@ -135,15 +135,15 @@ def test_invalid_options(batches: tuple[int, ...], seconds: float) -> None:
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     folder = bundle().save(tmp_path / "bundle")
     words = ("bench", folder, "--engine", "torch", "--batch", 1, "--batch", 2, "--seconds", 0.05, "--device", "cpu")
-    said = run_command(monkeypatch, capsys, *words)
-    assert (said.code, said.err) == (0, "")
-    assert "batch  engine  precision  images/s  median, ms  p95, ms  speed" in said.out
-    assert "1.00×" in said.out
-    assert "Most images/s: torch in " in said.out
-    said = run_command(monkeypatch, capsys, *words, "--precision", "float32", "--json")
-    found = json.loads(said.out)
-    assert [(cell["engine"], cell["batch"]) for cell in found["cells"]] == [("torch", 1), ("torch", 2)]
-    assert found["device"] == "cpu"
+    output = run_command(monkeypatch, capsys, *words)
+    assert (output.code, output.err) == (0, "")
+    assert "batch  engine  precision  images/s  median, ms  p95, ms  speed" in output.out
+    assert "1.00×" in output.out
+    assert "Most images/s: torch in " in output.out
+    output = run_command(monkeypatch, capsys, *words, "--precision", "float32", "--json")
+    result = json.loads(output.out)
+    assert [(cell["engine"], cell["batch"]) for cell in result["cells"]] == [("torch", 1), ("torch", 2)]
+    assert result["device"] == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -165,10 +165,10 @@ def test_mistakes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = bundle().save(tmp_path / "bundle")
-    said = run_command(monkeypatch, capsys, "bench", *(str(folder) if word == "BUNDLE" else word for word in words))
-    assert (said.code, said.out) == (2, "")
-    assert message in said.err
-    assert len(said.err.splitlines()) == 1
+    output = run_command(monkeypatch, capsys, "bench", *(str(folder) if word == "BUNDLE" else word for word in words))
+    assert (output.code, output.out) == (2, "")
+    assert message in output.err
+    assert len(output.err.splitlines()) == 1
 
 
 def test_nothing_to_benchmark(
@@ -176,18 +176,18 @@ def test_nothing_to_benchmark(
 ) -> None:
     folder = bundle().save(tmp_path / "bundle")
     words = ("bench", str(folder), "--engine", "torch", "--device", "cpu", "--batch", "100000000", "--seconds", "0.01")
-    said = run_command(monkeypatch, capsys, *words)
-    assert said.code == 2
-    assert "a batch of 100,000,000 would take about" in said.out
+    output = run_command(monkeypatch, capsys, *words)
+    assert output.code == 2
+    assert "a batch of 100,000,000 would take about" in output.out
 
 
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
     made = bundle()
-    found = run_benchmark(made.model, made.preprocess, device=torch.device("cuda"), batches=(1, 16), seconds=0.1)
-    assert {(cell.engine, cell.precision) for cell in found.cells} == {
+    result = run_benchmark(made.model, made.preprocess, device=torch.device("cuda"), batches=(1, 16), seconds=0.1)
+    assert {(cell.engine, cell.precision) for cell in result.cells} == {
         ("torch", "float32"),
         ("torch", "bf16"),
         ("torch", "fp16"),
     }
-    assert {left.engine for left in found.left_out} == {"onnx", "openvino"}, found.left_out
+    assert {left.engine for left in result.left_out} == {"onnx", "openvino"}, result.left_out

@@ -29,9 +29,9 @@ def test_the_outputs_are_the_models(engine: str, kind: str) -> None:
     assert (ready.kind, ready.precision) == (engine, "float32")
     for count in (1, 2, 7):
         images = pixels(count, made.preprocess.channels)
-        answers = ready(images)
-        assert (answers.dtype, answers.device) == (torch.float32, CPU)
-        assert relative_error(answers, eager(made, images)) < 1e-4
+        outputs = ready(images)
+        assert (outputs.dtype, outputs.device) == (torch.float32, CPU)
+        assert relative_error(outputs, eager(made, images)) < 1e-4
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -48,9 +48,9 @@ def test_cast_once_is_bit_identical_to_autocast(kind: str) -> None:
     with autocast(CPU, "bf16"):
         expected = eager(made, images).float()
     with autocast(CPU, "bf16"):
-        found = eager(Bundle(cast_once(made.model, "bf16"), made.preprocess), images).float()
-    assert torch.equal(found, expected)
-    assert not torch.equal(found, eager(made, images))
+        actual = eager(Bundle(cast_once(made.model, "bf16"), made.preprocess), images).float()
+    assert torch.equal(actual, expected)
+    assert not torch.equal(actual, eager(made, images))
     assert {parameter.dtype for parameter in made.model.parameters()} == {torch.float32}
 
 

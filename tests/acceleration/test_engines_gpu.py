@@ -34,12 +34,12 @@ def expected(kind: str, images: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("precision", ROUNDING)
 def test_every_kind_of_model_can_be_captured(kind: str, precision: Precision) -> None:
-    made, wanted = engine(kind, precision), bundle(kind)
+    made, target = engine(kind, precision), bundle(kind)
     for count in (3, 1, 4):
-        images = pixels(count, wanted.preprocess.channels, seed=count)
-        found = made(images)
-        assert (found.dtype, found.device) == (torch.float32, CPU)
-        assert relative_error(found, expected(kind, images)) < ROUNDING[precision]
+        images = pixels(count, target.preprocess.channels, seed=count)
+        actual = made(images)
+        assert (actual.dtype, actual.device) == (torch.float32, CPU)
+        assert relative_error(actual, expected(kind, images)) < ROUNDING[precision]
     assert made.graphs is not None
     assert sorted(key.shape[0] for key in made.graphs.captured) == [1, 4]
 
@@ -56,12 +56,12 @@ def test_padding_does_not_change_the_output(precision: Precision) -> None:
 @pytest.mark.parametrize("pinned", [False, True])
 def test_batches_of_every_size(count: int, pinned: bool) -> None:
     made, images = engine(), pixels(count)
-    given = images.pin_memory() if pinned and count else images
-    found = made(given)
-    assert found.shape == (count, 5)
+    inputs = images.pin_memory() if pinned and count else images
+    actual = made(inputs)
+    assert actual.shape == (count, 5)
     if count:
-        assert relative_error(found, expected("plain", images)) < ROUNDING["bf16"]
-        assert torch.equal(made(given), found)
+        assert relative_error(actual, expected("plain", images)) < ROUNDING["bf16"]
+        assert torch.equal(made(inputs), actual)
 
 
 def test_the_memory_format_changes_no_bit() -> None:
@@ -72,42 +72,42 @@ def test_the_memory_format_changes_no_bit() -> None:
 def test_all_graphs_share_their_memory() -> None:
     made = engine()
     images = pixels(64)
-    answers = {size: made(images[:size]) for size in SIZES}
+    outputs = {size: made(images[:size]) for size in SIZES}
     assert made.graphs is not None
     assert len(made.graphs.captured) == len(SIZES)
     for size in (64, 1, 16, 2, 32, 8, 4):
-        assert torch.equal(made(images[:size]), answers[size])
+        assert torch.equal(made(images[:size]), outputs[size])
 
 
 def test_several_threads() -> None:
     made = engine(depth=6)
     batches = [pixels(1 + number % 9, seed=number) for number in range(64)]
-    wanted = [made(batch) for batch in batches]
+    expected = [made(batch) for batch in batches]
 
     def ask(number: int) -> bool:
         with torch.cuda.stream(torch.cuda.Stream()):
-            return all(torch.equal(made(batches[i]), wanted[i]) for i in range(number, 64, 4))
+            return all(torch.equal(made(batches[i]), expected[i]) for i in range(number, 64, 4))
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(ask, range(4)))
 
 
 def test_two_models_are_captured_concurrently() -> None:
-    def answer(seed: int) -> Tensor:
+    def output(seed: int) -> Tensor:
         return engine(depth=4)(pixels(3, seed=seed))
 
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(answer, [1] * 8))
-    assert all(torch.equal(other, found[0]) for other in found)
+        result = list(pool.map(output, [1] * 8))
+    assert all(torch.equal(other, result[0]) for other in result)
 
 
 def test_a_graph_keeps_the_weights_of_a_moved_model() -> None:
     made = bundle()
     ready = TorchEngine(made.model, made.preprocess, CUDA, "float32")
-    wanted = ready(pixels(2))
+    expected = ready(pixels(2))
     made.model.cpu()
     taken = [torch.full((1000, 1000), float("nan"), device="cuda") for _ in range(8)]
-    assert torch.equal(ready(pixels(2)), wanted)
+    assert torch.equal(ready(pixels(2)), expected)
     del taken
 
 

@@ -42,8 +42,8 @@ def outputs(path: Path, inputs: Tensor) -> Tensor:
         case ".pt2":
             program = torch.export.load(path)
             with torch.no_grad():
-                answered: Tensor = program.module()(inputs)
-            return answered
+                output: Tensor = program.module()(inputs)
+            return output
         case _:
             core = openvino.Core()
             compiled = core.compile_model(core.read_model(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
@@ -113,8 +113,8 @@ def test_torch_takes_normalised_images_by_default(made: Bundle, tmp_path: Path) 
     assert [file.name for file in done.files] == ["model.pt2", "model.pt2.json"]
     for count in (1, 5):
         images = pixels(count)
-        found = outputs(tmp_path / "model.pt2", made.preprocess.normalise(images).contiguous())
-        assert relative_error(found, eager(made, images)) < 1e-4
+        result = outputs(tmp_path / "model.pt2", made.preprocess.normalise(images).contiguous())
+        assert relative_error(result, eager(made, images)) < 1e-4
     notes = json.loads((tmp_path / "model.pt2.json").read_text())
     assert notes["classes"] == list("abcde")
     assert notes["input"] == {
@@ -133,8 +133,8 @@ def test_openvino_with_channels_last(made: Bundle, tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.iterdir()} == {file.name for file in done.files}
     for count in (1, 5):
         images = pixels(count)
-        found = outputs(tmp_path / "model.xml", images.permute(0, 2, 3, 1).contiguous())
-        assert relative_error(found, eager(made, images)) < 1e-4
+        result = outputs(tmp_path / "model.xml", images.permute(0, 2, 3, 1).contiguous())
+        assert relative_error(result, eager(made, images)) < 1e-4
     assert json.loads((tmp_path / "model.xml.json").read_text())["input"]["shape"] == ["batch", 16, 32, 3]
     # The weights stay float32.
     parameters = sum(parameter.numel() for parameter in made.model.parameters())
@@ -181,15 +181,17 @@ def test_the_check_detects_tampered_weights(made: Bundle) -> None:
     for factor, right in ((1.0, True), (2.0, False)):
         with torch.no_grad():
             other.blocks[0].mlp.fc2.weight[0, 0] *= factor
-        found = check_outputs(Graph(made.model, made.preprocess), made.preprocess, Graph(other, made.preprocess).eval())
-        assert found.passed == right
-        assert (found.relative > 1e-4) != right
+        result = check_outputs(
+            Graph(made.model, made.preprocess), made.preprocess, Graph(other, made.preprocess).eval()
+        )
+        assert result.passed == right
+        assert (result.relative > 1e-4) != right
 
 
 def test_the_check_detects_a_wrong_preprocessing(made: Bundle) -> None:
     other = made.preprocess.replace(mean=(0.485, 0.456, 0.407))
-    found = check_outputs(Graph(made.model, made.preprocess), made.preprocess, Graph(made.model, other))
-    assert not found.passed
+    result = check_outputs(Graph(made.model, made.preprocess), made.preprocess, Graph(made.model, other))
+    assert not result.passed
 
 
 def test_a_failed_export_is_deleted(made: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,12 +259,12 @@ def test_the_command(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("export", folder, tmp_path / "new" / "model.pt2", "--to", "torch", "--preprocess", "--channels-last")
-    said = run_command(monkeypatch, capsys, *words)
-    assert (said.code, said.err) == (0, "")
-    assert "input pixels: batch × 16 × 32 × 3, uint8; output: logits" in said.out
-    assert "checked on 32 random images: logits differ by at most " in said.out
-    assert "the top-1 class is the same for 32 of 32" in said.out
-    assert "note:" not in said.out
+    output = run_command(monkeypatch, capsys, *words)
+    assert (output.code, output.err) == (0, "")
+    assert "input pixels: batch × 16 × 32 × 3, uint8; output: logits" in output.out
+    assert "checked on 32 random images: logits differ by at most " in output.out
+    assert "the top-1 class is the same for 32 of 32" in output.out
+    assert "note:" not in output.out
     again = run_command(monkeypatch, capsys, *words)
     assert (again.code, again.out) == (2, "")
     assert "exists already; choose another name, or replace it with --overwrite" in again.err
@@ -282,8 +284,8 @@ def test_a_head_that_was_never_trained_is_mentioned(
     fresh = bundle()
     fresh.model.reset_head(5)
     folder = fresh.save(tmp_path / "bundle")
-    said = run_command(monkeypatch, capsys, "export", folder, tmp_path / "model.pt2", "--to", "torch")
-    assert "note: the model gives the same output for every image" in said.out
+    output = run_command(monkeypatch, capsys, "export", folder, tmp_path / "model.pt2", "--to", "torch")
+    assert "note: the model gives the same output for every image" in output.out
 
 
 @pytest.mark.parametrize(
@@ -324,10 +326,10 @@ def test_mistakes(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     (tmp_path / "folder.pt2").mkdir()
-    said = run_command(monkeypatch, capsys, "export", *(str(folder) if word == "BUNDLE" else word for word in words))
-    assert (said.code, said.out) == (2, "")
-    assert message in said.err
-    assert len(said.err.splitlines()) == 1
+    output = run_command(monkeypatch, capsys, "export", *(str(folder) if word == "BUNDLE" else word for word in words))
+    assert (output.code, output.out) == (2, "")
+    assert message in output.err
+    assert len(output.err.splitlines()) == 1
     assert {file.name for file in tmp_path.iterdir()} == {"file", "folder.pt2"}
 
 
@@ -378,11 +380,11 @@ def test_a_trained_model_gives_the_same_predictions(to: Any, trained: Bundle, tm
     done = export(trained, tmp_path / NAMES[to], to=to, preprocess=True)
     data = Evaluation(open_data("digits").train, trained.preprocess, 250)
     images = torch.cat([batch.pixels for batch in evaluation_batches(data, workers=0)])[:1000].contiguous()
-    wanted = eager(trained, images).argmax(dim=1)
-    found = torch.cat([outputs(done.files[0], part) for part in images.split(333)]).argmax(dim=1)
+    expected = eager(trained, images).argmax(dim=1)
+    actual = torch.cat([outputs(done.files[0], part) for part in images.split(333)]).argmax(dim=1)
     assert len(images) == 1000
-    assert len(wanted.unique()) == 10
-    assert (found == wanted).sum() >= 999
+    assert len(expected.unique()) == 10
+    assert (actual == expected).sum() >= 999
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from vitrail.models.vit import ViT
 HASTENED = [kind for kind in KINDS if can_fuse(bundle(kind).model.config) and bundle(kind).model.config.classes]
 
 
-def given(kind: str, **changes: Any) -> tuple[ViT, Tensor, Tensor]:
+def model_and_batch(kind: str, **changes: Any) -> tuple[ViT, Tensor, Tensor]:
     made = bundle(kind, **changes)
     images = made.preprocess.normalise(pixels(6, made.preprocess.channels))
     return made.model.train(), images, torch.arange(6) % 5
@@ -36,8 +36,8 @@ def gradients(model: ViT, forward: Callable[[Tensor], Tensor], images: Tensor, l
     logits = forward(images)
     logits = logits if logits.ndim == 2 else logits.mean(dim=1)
     F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels).backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"logits": logits.detach().clone(), **found}
+    result = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": logits.detach().clone(), **result}
 
 
 @pytest.mark.parametrize("kind", HASTENED)
@@ -47,17 +47,17 @@ def gradients(model: ViT, forward: Callable[[Tensor], Tensor], images: Tensor, l
     ids=["", "random"],
 )
 def test_every_gradient_is_the_models(kind: str, changes: dict[str, Any]) -> None:
-    model, images, labels = given(kind, **changes)
+    model, images, labels = model_and_batch(kind, **changes)
     model, images = model.double(), images.double()
     expected = gradients(model, model, images, labels)
-    found = gradients(model, FusedTraining(model), images, labels)
-    assert set(found) == set(expected) == {"logits", *(name for name, _ in model.named_parameters())}
+    actual = gradients(model, FusedTraining(model), images, labels)
+    assert set(actual) == set(expected) == {"logits", *(name for name, _ in model.named_parameters())}
     for name, value in expected.items():
-        assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-12), name
+        assert torch.allclose(actual[name], value, rtol=1e-9, atol=1e-12), name
 
 
 def test_the_last_block_computes_one_token() -> None:
-    model, images, _ = given("plain")
+    model, images, _ = model_and_batch("plain")
     seen: list[int] = []
     for block in model.blocks:
         block.mlp.fc2.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[1]))
@@ -67,7 +67,7 @@ def test_the_last_block_computes_one_token() -> None:
 
 @pytest.mark.parametrize("option", ["attention_dropout", "proj_dropout", "mlp_dropout"])
 def test_stochastic_depth_matches_the_model(option: str) -> None:
-    model, images, _ = given("plain", depth=1, **{option: 0.5})
+    model, images, _ = model_and_batch("plain", depth=1, **{option: 0.5})
     short = FusedTraining(model)
     assert not torch.equal(short(images), short(images))
     model.eval()
@@ -76,7 +76,7 @@ def test_stochastic_depth_matches_the_model(option: str) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "linear"])
 def test_a_model_that_is_resized_afterwards(kind: str) -> None:
-    model, images, _ = given(kind)
+    model, images, _ = model_and_batch(kind)
     short = FusedTraining(model)
     model.resize((32, 32))
     images = torch.cat([images, images.flip(0)], dim=2)
@@ -96,23 +96,23 @@ def test_unsupported_models_are_refused(kind: str) -> None:
 
 
 def test_images_of_another_size_are_refused() -> None:
-    model, images, _ = given("plain")
-    with pytest.raises(InputError) as wanted:
+    model, images, _ = model_and_batch("plain")
+    with pytest.raises(InputError) as expected:
         model(images[:, :, :8])
-    with pytest.raises(InputError) as found:
+    with pytest.raises(InputError) as actual:
         FusedTraining(model)(images[:, :, :8])
-    assert str(found.value) == str(wanted.value)
+    assert str(actual.value) == str(expected.value)
 
 
 def test_with_gradient_checkpointing() -> None:
-    model, images, labels = given("plain", stochastic_depth=0.4, depth=3)
+    model, images, labels = model_and_batch("plain", stochastic_depth=0.4, depth=3)
     expected = gradients(model, FusedTraining(model), images, labels)
     model.gradient_checkpointing = True
     computed: list[int] = []
     for number, block in enumerate(model.blocks):
         block.mlp.fc2.register_forward_pre_hook(lambda *_, number=number: computed.append(number))
-    found = gradients(model, FusedTraining(model), images, labels)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    actual = gradients(model, FusedTraining(model), images, labels)
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
     assert computed == [0, 1, 2, 2, 1, 0]  # recomputed in the backward pass
 
 
@@ -121,7 +121,7 @@ def test_with_gradient_checkpointing() -> None:
 )
 def test_under_autocast(kind: str, activation: str) -> None:
     """The stream and the parameter gradients are float32, and as accurate as autocast's."""
-    model, images, labels = given(kind, layer_scale=0.5, depth=3, activation=activation)
+    model, images, labels = model_and_batch(kind, layer_scale=0.5, depth=3, activation=activation)
     exact = gradients(model.double(), model, images.double(), labels)
     model.float()
     with torch.autocast("cpu", torch.bfloat16):
@@ -129,22 +129,22 @@ def test_under_autocast(kind: str, activation: str) -> None:
         streams: list[torch.dtype] = []
         behind = model.norm if kind == "plain" else model.fc_norm  # its input is the stream after the blocks
         behind.register_forward_hook(lambda _, inputs, __: streams.append(inputs[0].dtype))
-        found = gradients(model, FusedTraining(model), images, labels)
+        result = gradients(model, FusedTraining(model), images, labels)
     assert streams == [torch.float32]
-    assert set(found) == set(exact)
+    assert set(result) == set(exact)
     for name, value in exact.items():
-        assert name == "logits" or found[name].dtype == torch.float32
-        off, allowed = ((some[name].double() - value).norm() / value.norm() for some in (found, usual))
+        assert name == "logits" or result[name].dtype == torch.float32
+        off, allowed = ((some[name].double() - value).norm() / value.norm() for some in (result, usual))
         assert off < 0.02 + 2 * allowed, name
 
 
 def test_gradients_of_deep_models_are_as_accurate_as_autocasts() -> None:
     """Rounding the stream to bf16 in every block would increase the error of this head's gradients by 1.7×."""
-    model, images, labels = given("plain", depth=12)
+    model, images, labels = model_and_batch("plain", depth=12)
     exact = gradients(model.double(), model, images.double(), labels)
     model.float()
     with torch.autocast("cpu", torch.bfloat16):
-        usual, found = (gradients(model, forward, images, labels) for forward in (model, FusedTraining(model)))
+        usual, result = (gradients(model, forward, images, labels) for forward in (model, FusedTraining(model)))
 
     def off(some: dict[str, Tensor], names: list[str]) -> float:
         squares = sum((some[name].double() - exact[name]).square().sum() for name in names)
@@ -152,11 +152,11 @@ def test_gradients_of_deep_models_are_as_accurate_as_autocasts() -> None:
 
     for part in ("head", "patch_embed", "pos_embed", "cls_token", "blocks"):
         names = [name for name in exact if name.startswith(part)]
-        assert off(found, names) < 1.2 * off(usual, names), part
+        assert off(result, names) < 1.2 * off(usual, names), part
 
 
 def test_the_stream_is_not_saved_for_backward() -> None:
-    model, images, _ = given("plain", depth=3)
+    model, images, _ = model_and_batch("plain", depth=3)
     kept: list[Tensor] = []
 
     def keep(some: Tensor) -> Tensor:
@@ -181,24 +181,24 @@ def test_the_stream_is_not_saved_for_backward() -> None:
 )
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 def test_kinds_under_autocast(kind: str, changes: dict[str, Any], low: torch.dtype) -> None:
-    model, images, labels = given(kind, depth=3, **changes)
+    model, images, labels = model_and_batch(kind, depth=3, **changes)
     with torch.autocast("cpu", low):
-        usual, found = (gradients(model, forward, images, labels) for forward in (model, FusedTraining(model)))
+        usual, result = (gradients(model, forward, images, labels) for forward in (model, FusedTraining(model)))
     exact = gradients(model, model, images, labels)
     off, allowed = (
         sum(((some[name] - value).norm() / value.norm()).item() for name, value in exact.items())
-        for some in (found, usual)
+        for some in (result, usual)
     )
     assert off < 1.5 * allowed
 
 
 def test_without_autocast_in_bf16() -> None:
-    model, images, _ = given("plain")
+    model, images, _ = model_and_batch("plain")
     low = model.bfloat16()(images.bfloat16())
-    found = FusedTraining(model)(images.bfloat16())
-    assert found.dtype == low.dtype == torch.bfloat16
-    assert relative_error(found.detach().float(), low.detach().float()) < 0.03
-    found.sum().backward()
+    result = FusedTraining(model)(images.bfloat16())
+    assert result.dtype == low.dtype == torch.bfloat16
+    assert relative_error(result.detach().float(), low.detach().float()) < 0.03
+    result.sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -208,10 +208,10 @@ def test_without_autocast_in_bf16() -> None:
 def test_checkpointing_under_autocast(frozen: tuple[str, ...], compiled: bool) -> None:
     """Recomputation in the backward pass, outside autocast, gives the same values."""
     torch.compiler.reset()
-    model, images, labels = given("plain", depth=3)
+    model, images, labels = model_and_batch("plain", depth=3)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(frozen or "nothing"))
-    found = []
+    results = []
     for again in (False, True):
         model.gradient_checkpointing = again
         forward: Any = FusedTraining(model)
@@ -221,9 +221,11 @@ def test_checkpointing_under_autocast(frozen: tuple[str, ...], compiled: bool) -
         with torch.autocast("cpu", torch.bfloat16):
             loss = F.cross_entropy(forward(images).float(), labels)
         loss.backward()
-        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-    assert set(found[0]) == {name for name, p in model.named_parameters() if p.requires_grad}
-    assert all(torch.allclose(found[1][name], value, atol=1e-2 * value.abs().max()) for name, value in found[0].items())
+        results.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert set(results[0]) == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert all(
+        torch.allclose(results[1][name], value, atol=1e-2 * value.abs().max()) for name, value in results[0].items()
+    )
 
 
 @pytest.mark.skipif(not can_checkpoint(), reason="torch 2.11's compiler keeps it all, so training goes another way")
@@ -263,7 +265,7 @@ def test_losses_match_the_models() -> None:
     """Over some steps in bf16, losses stay as close to float32 as autocast's."""
     losses: dict[str, list[float]] = {}
     for way in ("exact", "autocast", "hastened"):
-        model, images, labels = given("plain", depth=3)
+        model, images, labels = model_and_batch("plain", depth=3)
         forward: nn.Module = FusedTraining(model) if way == "hastened" else model
         optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
         losses[way] = []
@@ -281,33 +283,33 @@ def test_losses_match_the_models() -> None:
 
 
 def test_frozen_parameters_get_no_gradient() -> None:
-    model, images, labels = given("plain")
+    model, images, labels = model_and_batch("plain")
     for part in (model.head, model.blocks[0].norm1, model.blocks[1].mlp.fc1, model.blocks[1].attn.qkv.bias):
         part.requires_grad_(False)
     with torch.autocast("cpu", torch.bfloat16):
-        found = gradients(model, FusedTraining(model), images, labels)
-    assert set(found) == {"logits", *(name for name, p in model.named_parameters() if p.requires_grad)}
+        result = gradients(model, FusedTraining(model), images, labels)
+    assert set(result) == {"logits", *(name for name, p in model.named_parameters() if p.requires_grad)}
 
 
 def test_it_compiles_into_one_graph() -> None:
     torch.compiler.reset()
-    model, images, labels = given("plain")
+    model, images, labels = model_and_batch("plain")
     expected = gradients(model, FusedTraining(model), images, labels)
     compiled = torch.compile(FusedTraining(model), fullgraph=True, backend="aot_eager")
-    found = gradients(model, compiled, images, labels)
-    assert all(torch.allclose(found[name], value, atol=1e-5) for name, value in expected.items())
+    actual = gradients(model, compiled, images, labels)
+    assert all(torch.allclose(actual[name], value, atol=1e-5) for name, value in expected.items())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("low", [False, True], ids=["float32", "bf16"])
 def test_the_kinds_that_compile(low: bool) -> None:
     torch.compiler.reset()
-    model, images, labels = given("mean_of_all", stochastic_depth=0.3)
+    model, images, labels = model_and_batch("mean_of_all", stochastic_depth=0.3)
     compiled = torch.compile(FusedTraining(model), fullgraph=True, backend="aot_eager")
     with torch.autocast("cpu", torch.bfloat16, enabled=low):
         expected = gradients(model, FusedTraining(model), images, labels)
-        found = gradients(model, compiled, images, labels)
-    assert all(torch.allclose(found[name], value, atol=1e-2 if low else 1e-5) for name, value in expected.items())
+        actual = gradients(model, compiled, images, labels)
+    assert all(torch.allclose(actual[name], value, atol=1e-2 if low else 1e-5) for name, value in expected.items())
 
 
 def test_which_models_can_be_fused() -> None:
@@ -319,18 +321,18 @@ def test_which_models_can_be_fused() -> None:
     [(197, 197, True), (65, 65, True), (64, 64, False), (192, 192, False), (128, 128, False), (1, 197, False)],
 )
 def test_cudnn_is_excluded_for_faulty_lengths(queries: int, keys: int, trusted: bool) -> None:
-    found = for_training(queries, keys)
-    assert (SDPBackend.CUDNN_ATTENTION in found) == trusted
-    assert {SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH} <= set(found)
+    result = for_training(queries, keys)
+    assert (SDPBackend.CUDNN_ATTENTION in result) == trusted
+    assert {SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH} <= set(result)
 
 
 def test_every_block_chooses_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if the caller has set one: the choice is part of the compiled graph."""
-    asked: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
     inside: list[bool] = []
 
     def chosen(queries: int, keys: int) -> list[SDPBackend]:
-        asked.append((queries, keys))
+        calls.append((queries, keys))
         return [SDPBackend.MATH]
 
     def attend(*args: Any, **options: Any) -> Tensor:
@@ -340,10 +342,10 @@ def test_every_block_chooses_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     attention = F.scaled_dot_product_attention
     monkeypatch.setattr("vitrail.acceleration.fused_training.for_training", chosen)
     monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
-    model, images, _ = given("plain", depth=3)
+    model, images, _ = model_and_batch("plain", depth=3)
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
         FusedTraining(model)(images)
-    assert asked == [(9, 9), (9, 9), (1, 9)]
+    assert calls == [(9, 9), (9, 9), (1, 9)]
     assert inside == [True] * 3
 
 
@@ -364,10 +366,10 @@ def test_the_gradient_of_a_norm_needs_only_its_output(along: float) -> None:
         return some
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda some: some):
-        found = _MixedNorm.apply(x, 1e-6)
-    found.backward(gradient)
-    assert found.dtype == torch.bfloat16
-    assert relative_error(found.detach(), expected.detach()) < 2**-8
+        actual = _MixedNorm.apply(x, 1e-6)
+    actual.backward(gradient)
+    assert actual.dtype == torch.bfloat16
+    assert relative_error(actual.detach(), expected.detach()) < 2**-8
     assert relative_error(x.grad, exact.grad) < 2**-9 * (1 + 3 * along)
     assert {tuple(some.shape): some.dtype for some in kept} == {(4, 7, 64): torch.bfloat16, (4, 7, 1): torch.float32}
 
@@ -419,14 +421,14 @@ def test_the_custom_operators_pass_opcheck() -> None:
 @pytest.mark.parametrize("turned", [0, 1])
 def test_gradients_are_contiguous_for_any_strides(turned: int) -> None:
     """As the kernels write them; compiled code relies on it."""
-    given = [torch.randn(6, 4, dtype=torch.bfloat16), torch.randn(6, 4, dtype=torch.bfloat16)]
-    expected = gelu_gradient(*given)
-    given[turned] = given[turned].t().contiguous().t()
-    found = gelu_gradient(*given)
-    assert found[0].is_contiguous()
-    assert all(map(torch.equal, found, expected))
-    torch.library.opcheck(gelu_gradient, tuple(given))
-    assert joined_gradient(*[given[turned]] * 3)[0].is_contiguous()
+    inputs = [torch.randn(6, 4, dtype=torch.bfloat16), torch.randn(6, 4, dtype=torch.bfloat16)]
+    expected = gelu_gradient(*inputs)
+    inputs[turned] = inputs[turned].t().contiguous().t()
+    actual = gelu_gradient(*inputs)
+    assert actual[0].is_contiguous()
+    assert all(map(torch.equal, actual, expected))
+    torch.library.opcheck(gelu_gradient, tuple(inputs))
+    assert joined_gradient(*[inputs[turned]] * 3)[0].is_contiguous()
 
 
 @pytest.mark.parametrize(("tokens", "heads", "width"), [(64, 3, 16), (1, 1, 8), (7, 2, 4)])
@@ -440,8 +442,8 @@ def test_short_attention_equals_attention(tokens: int, heads: int, width: int) -
     assert torch.allclose(lse, scores.exp().sum(dim=-1).log2().float(), atol=1e-5)
     gradient = torch.randn_like(expected)
     expected.backward(gradient)
-    found, summed = short_attention_gradient(gradient, qkv.detach(), seen, lse, heads)
-    assert torch.allclose(found, qkv.grad, atol=1e-6)
+    actual, summed = short_attention_gradient(gradient, qkv.detach(), seen, lse, heads)
+    assert torch.allclose(actual, qkv.grad, atol=1e-6)
     assert summed.dtype == torch.float32
     assert torch.allclose(summed.double(), qkv.grad.sum(dim=(0, 1)), atol=1e-4)
     torch.library.opcheck(short_attention, (qkv.detach(), heads))
@@ -478,7 +480,7 @@ def test_torch_attention_is_used_elsewhere(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("vitrail.acceleration.fused_training.can_attend", lambda _: False)
     monkeypatch.setattr("vitrail.acceleration.fused_training.is_short", lambda *_: True)
     monkeypatch.setattr("vitrail.acceleration.fused_training.short_attention", lambda *_: pytest.fail("was taken"))
-    model, images, _ = given("plain")
+    model, images, _ = model_and_batch("plain")
     with torch.autocast("cpu", torch.bfloat16):
         FusedTraining(model)(images)
 
@@ -495,20 +497,20 @@ def test_with_short_attention(kind: str, changes: dict[str, Any], monkeypatch: p
 
     monkeypatch.setattr("vitrail.acceleration.fused_training.is_short", lambda *_: True)
     monkeypatch.setattr("vitrail.acceleration.fused_training.short_attention", short)
-    model, images, labels = given(kind, depth=3, **changes)
+    model, images, labels = model_and_batch(kind, depth=3, **changes)
     with torch.autocast("cpu", torch.bfloat16):
-        found = gradients(model, FusedTraining(model), images, labels)
+        result = gradients(model, FusedTraining(model), images, labels)
         usual = gradients(model, model, images, labels)
     assert len(taken) == (0 if changes else 3 if kind == "mean_of_all" else 2)
     if "attention_dropout" in changes:  # the last block draws for one token only
         return
     exact = gradients(model.double(), model, images.double(), labels)
-    assert set(found) == set(exact)
+    assert set(result) == set(exact)
     for name, value in exact.items():
-        assert name == "logits" or found[name].dtype == torch.float32
+        assert name == "logits" or result[name].dtype == torch.float32
         if name.endswith("k_norm.bias"):  # added to all keys alike, it has no effect: its gradient is noise
             continue
-        off, allowed = ((some[name].double() - value).norm() / value.norm() for some in (found, usual))
+        off, allowed = ((some[name].double() - value).norm() / value.norm() for some in (result, usual))
         assert off < 0.03 + 2 * allowed, name
 
 
@@ -516,9 +518,9 @@ def test_with_short_attention(kind: str, changes: dict[str, Any], monkeypatch: p
 def test_short_attention_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.acceleration.fused_training.is_short", lambda *_: True)
     torch.compiler.reset()
-    model, images, labels = given("mean_of_all")
+    model, images, labels = model_and_batch("mean_of_all")
     compiled = torch.compile(FusedTraining(model), fullgraph=True, backend="aot_eager")
     with torch.autocast("cpu", torch.bfloat16):
         expected = gradients(model, FusedTraining(model), images, labels)
-        found = gradients(model, compiled, images, labels)
-    assert all(torch.allclose(found[name], value, atol=1e-2) for name, value in expected.items())
+        actual = gradients(model, compiled, images, labels)
+    assert all(torch.allclose(actual[name], value, atol=1e-2) for name, value in expected.items())

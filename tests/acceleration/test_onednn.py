@@ -56,11 +56,11 @@ def test_bf16_stays_close_to_float32(kind: str) -> None:
     """Packed if this CPU supports it, by autocast elsewhere."""
     made, images = bundle(kind), pixels(12, bundle(kind).preprocess.channels)
     engine = open_engine(made.model, made.preprocess, precision="bf16", device=CPU)
-    found = engine(images)
+    result = engine(images)
     packed = any(isinstance(block, PackedBlock) for block in prepare(made.model, "bf16").blocks)
     assert packed == can_pack(made.model, torch.bfloat16)
-    assert found.dtype == torch.float32
-    assert 1e-6 < relative_error(found, eager(made, images)) < 0.1
+    assert result.dtype == torch.float32
+    assert 1e-6 < relative_error(result, eager(made, images)) < 0.1
 
 
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bf16")
@@ -79,9 +79,9 @@ def test_the_last_block_computes_what_the_head_reads(kind: str, shape: int) -> N
     packed = pack(made.model, torch.float32)
     seen: list[int] = []
     packed.blocks[-1].register_forward_hook(lambda _, __, tokens: seen.append(tokens.shape[1]))
-    found = eager(Bundle(packed, made.preprocess), images)
+    result = eager(Bundle(packed, made.preprocess), images)
     assert seen == [shape]
-    assert relative_error(found, eager(made, images)) < 1e-5
+    assert relative_error(result, eager(made, images)) < 1e-5
 
 
 # ── CPU threads ──

@@ -85,7 +85,7 @@ def test_values_that_are_not_finite_are_skipped() -> None:
     ],
 )
 def test_empty_charts(empty: Callable[[], str]) -> None:
-    assert any(text.startswith(("there is nothing", "there are no")) for text in texts(empty()))
+    assert any(text.startswith(("nothing to draw", "no predictions")) for text in texts(empty()))
 
 
 def test_log_axes_space_powers_of_ten_evenly() -> None:

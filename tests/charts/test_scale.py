@@ -25,10 +25,12 @@ def as_rgb(code: str) -> Colour:
 def fills(scheme: str) -> dict[str, Colour]:
     """Parse the fill colour of each class from the stylesheet; the dark scheme comes last and wins."""
     plain, _, dark = STYLE.partition("@media screen and (prefers-color-scheme:dark)")
-    found: dict[str, Colour] = {}
+    results: dict[str, Colour] = {}
     for part in (plain, dark) if scheme == "dark" else (plain,):
-        found |= {name: as_rgb(code) for name, code in re.findall(r"\.chart (?:text)?\.([\w-]+)\{fill:(#\w+)\}", part)}
-    return found
+        results |= {
+            name: as_rgb(code) for name, code in re.findall(r"\.chart (?:text)?\.([\w-]+)\{fill:(#\w+)\}", part)
+        }
+    return results
 
 
 def strength(rgb: Colour, scheme: str) -> float:

@@ -385,9 +385,9 @@ def test_bundles_of_any_dtype_compute(dtype: Any, precision: Any, tmp_path: Path
     tiny_bundle().save(tmp_path / "b")
     bundle = load(tmp_path / "b", dtype=dtype)
     image = np.zeros((32, 32, 3), np.uint8)
-    found = vitrail.Classifier(bundle, device="cpu", precision=precision)(image)
+    actual = vitrail.Classifier(bundle, device="cpu", precision=precision)(image)
     expected = vitrail.Classifier(tmp_path / "b", device="cpu")(image)
-    assert abs(found.probability - expected.probability) < 0.05
+    assert abs(actual.probability - expected.probability) < 0.05
     assert bundle.model.head.weight.dtype != torch.float32
 
 

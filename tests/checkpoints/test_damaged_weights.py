@@ -126,9 +126,9 @@ def test_a_torch_file_that_was_compressed(tmp_path: Path) -> None:
 )
 def test_absurd_configs(text: str, words: str, bundle: Path) -> None:
     (bundle / "config.json").write_text(text, encoding="utf-8")
-    with pytest.raises(CheckpointError, match=words) as found:
+    with pytest.raises(CheckpointError, match=words) as result:
         vitrail.load(bundle)
-    assert len(str(found.value)) < 600
+    assert len(str(result.value)) < 600
 
 
 def test_absurd_key_tables(tmp_path: Path) -> None:

@@ -291,5 +291,5 @@ def test_google_logits(name: str, tmp_path: Path) -> None:
     expected = forward({key: array.astype(np.float64) for key, array in arrays.items()}, np.float64(image), form)
     bundle = vitrail.load(tmp_path / "vit.npz", heads=form.heads)
     with torch.no_grad():
-        found = bundle.model(torch.from_numpy(image).permute(0, 3, 1, 2))
-    assert relative_error(found.double(), torch.from_numpy(expected)) <= 1e-5
+        actual = bundle.model(torch.from_numpy(image).permute(0, 3, 1, 2))
+    assert relative_error(actual.double(), torch.from_numpy(expected)) <= 1e-5

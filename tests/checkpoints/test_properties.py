@@ -88,13 +88,13 @@ def test_round_trip(family: Family, data: st.DataObject) -> None:
     assert again.keys() == twice.keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in twice.items())
     shapes = {name: tuple(tensor.shape) for name, tensor in reading.weights.items()}
-    found = infer_config(shapes, {**reading.hints, "image_size": config.image_size})
-    assert (found.width, found.depth, found.heads, found.grid) == (
+    result = infer_config(shapes, {**reading.hints, "image_size": config.image_size})
+    assert (result.width, result.depth, result.heads, result.grid) == (
         config.width,
         config.depth,
         config.heads,
         config.grid,
     )
     with torch.device("meta"):
-        fresh = ViT(found)
+        fresh = ViT(result)
     assert {n: tuple(t.shape) for n, t in fresh.state_dict().items()} == {n: tuple(t.shape) for n, t in before.items()}

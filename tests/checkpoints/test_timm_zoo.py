@@ -46,8 +46,8 @@ def test_every_name_matches_the_timm_model(every: int) -> None:
         with torch.device("meta"):
             peer = timm.create_model(name, depth=1)
         block, fields = peer.blocks[0], fields_from_name(name)
-        found = (block.attn.num_heads, ACTIVATIONS[type(block.mlp.act).__name__], block.norm1.eps)
-        assert (fields["heads"], fields["activation"], fields["norm_eps"]) == found, name
+        result = (block.attn.num_heads, ACTIVATIONS[type(block.mlp.act).__name__], block.norm1.eps)
+        assert (fields["heads"], fields["activation"], fields["norm_eps"]) == result, name
         assert (fields.get("pool_over") == "all") == bool(getattr(peer, "pool_include_prefix", False)), name
 
 

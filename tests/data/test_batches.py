@@ -42,8 +42,8 @@ PRE = Preprocess(size=SIZE)
 
 def training(files: JpegSource, batch: int = 8, **fields: Any) -> Training:
     stream = Stream(len(files), batch, seed=3)
-    given = {"augmentation": preset("augreg_medium1"), "mixing": Mixing(mixup=0.2, cutmix=1.0), **fields}
-    return Training(files, stream, PRE, **given)
+    settings = {"augmentation": preset("augreg_medium1"), "mixing": Mixing(mixup=0.2, cutmix=1.0), **fields}
+    return Training(files, stream, PRE, **settings)
 
 
 def same(one: Batch, other: Batch) -> bool:

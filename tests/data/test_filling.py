@@ -67,9 +67,9 @@ def test_padded_batches_have_the_same_operation_counts(name: str) -> None:
         more = pad_plans(plans_of(AUGMENTATIONS[name], 512, first), capacity)
         assert len(more) == 512 + capacity.added
         for layer, sizes in enumerate(capacity.layers):
-            found = Counter(operation_group(plan.operations[layer]) for plan in more)
-            del found[None]
-            assert found == sizes
+            result = Counter(operation_group(plan.operations[layer]) for plan in more)
+            del result[None]
+            assert result == sizes
 
 
 def test_padded_batches_share_one_layout() -> None:
@@ -86,9 +86,9 @@ def test_padding_does_not_change_batches(name: str) -> None:
     resident = Resident(data, CPU, 0)
     filling = Planning(data, operation_capacity(data.augmentation, SIZE, 128))
     for step in range(3):
-        found, expected = resident.make(filling[step]), resident.make(Planning(data)[step])
-        assert all(map(torch.equal, found.tensors, expected.tensors))
-        assert len(found.labels) == 128
+        actual, expected = resident.make(filling[step]), resident.make(Planning(data)[step])
+        assert all(map(torch.equal, actual.tensors, expected.tensors))
+        assert len(actual.labels) == 128
 
 
 @pytest.mark.parametrize(

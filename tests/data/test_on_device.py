@@ -38,12 +38,12 @@ def apply_all(plans: list[AugmentationPlan], pixels: torch.Tensor) -> torch.Tens
     return apply_packed(operations, packed.memory().to(pixels.device), pixels)
 
 
-def compare(plans: list[AugmentationPlan], given: np.ndarray) -> tuple[float, int]:
+def compare(plans: list[AugmentationPlan], pixels: np.ndarray) -> tuple[float, int]:
     """Return the fraction of values that differ, and the largest difference."""
-    expected = np.stack([augment.apply(plan, image, SIZE) for plan, image in zip(plans, given, strict=True)])
-    found = apply_all(plans, torch.from_numpy(given).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).numpy()
-    assert found.dtype == np.uint8
-    difference = np.abs(found.astype(int) - expected)
+    expected = np.stack([augment.apply(plan, image, SIZE) for plan, image in zip(plans, pixels, strict=True)])
+    actual = apply_all(plans, torch.from_numpy(pixels).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).numpy()
+    assert actual.dtype == np.uint8
+    difference = np.abs(actual.astype(int) - expected)
     return float((difference > 0).mean()), int(difference.max())
 
 
@@ -91,11 +91,11 @@ def test_a_full_recipe() -> None:
         grey=0.1,
         erasing=0.3,
     )
-    given = images(64)
+    pixels = images(64)
     plans = planned(recipe, 64)
-    expected = np.stack([augment.apply(plan, image, SIZE) for plan, image in zip(plans, given, strict=True)])
-    found = apply_all(plans, torch.from_numpy(given).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).numpy()
-    near = np.abs(found.astype(int) - expected) <= 4
+    expected = np.stack([augment.apply(plan, image, SIZE) for plan, image in zip(plans, pixels, strict=True)])
+    actual = apply_all(plans, torch.from_numpy(pixels).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).numpy()
+    near = np.abs(actual.astype(int) - expected) <= 4
     assert near.mean() > 0.95
 
 
@@ -114,13 +114,13 @@ def test_all_operations_together(seed: int, magnitude: int, operations: str, cha
     plans = [augment.plan(chosen, *SIZE, SIZE, draws(seed, position)) for position in range(80)]
     some = images(80, channels)
     expected = np.stack([augment.apply(plan, image, SIZE) for plan, image in zip(plans, some, strict=True)])
-    given = torch.from_numpy(some).permute(0, 3, 1, 2)
-    found = apply_all(plans, given)
-    assert torch.equal(given, torch.from_numpy(some).permute(0, 3, 1, 2))
-    assert torch.equal(found, apply_all(plans, given))
-    alone = [apply_all([plan], image[None]) for plan, image in zip(plans, given, strict=True)]
-    assert torch.equal(found, torch.cat(alone))
-    difference = np.abs(found.permute(0, 2, 3, 1).numpy().astype(int) - expected)
+    inputs = torch.from_numpy(some).permute(0, 3, 1, 2)
+    actual = apply_all(plans, inputs)
+    assert torch.equal(inputs, torch.from_numpy(some).permute(0, 3, 1, 2))
+    assert torch.equal(actual, apply_all(plans, inputs))
+    alone = [apply_all([plan], image[None]) for plan, image in zip(plans, inputs, strict=True)]
+    assert torch.equal(actual, torch.cat(alone))
+    difference = np.abs(actual.permute(0, 2, 3, 1).numpy().astype(int) - expected)
     for number, plan in enumerate(plans):
         if plan.operations[0].name in ("rotate", "shear_x", "shear_y"):
             assert (difference[number] > 0).mean() < 0.3, plan  # ties between two pixels

@@ -92,10 +92,10 @@ def undo(normalised: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ..
     return (normalised * s + m) * 255
 
 
-def worst(found: torch.Tensor, expected: torch.Tensor) -> float:
+def worst(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest difference, in steps of 1/255."""
-    assert found.shape == expected.shape
-    return float((found.float() - expected.float()).abs().max())
+    assert actual.shape == expected.shape
+    return float((actual.float() - expected.float()).abs().max())
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

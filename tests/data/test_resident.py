@@ -43,10 +43,10 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_same_batches_as_from_files(folder: Path, workers: int) -> None:
     data = training(folder)
-    found = list(Resident(data, CPU, workers).batches(3, 9))
+    actual = list(Resident(data, CPU, workers).batches(3, 9))
     expected = list(training_batches(data, 3, 9, workers=0))
-    assert len(found) == len(expected) == 6
-    for one, other in zip(found, expected, strict=True):
+    assert len(actual) == len(expected) == 6
+    for one, other in zip(actual, expected, strict=True):
         for name in ("pixels", "labels", "indices", "lam", "box"):
             assert torch.equal(getattr(one, name), getattr(other, name)), name
 
@@ -71,13 +71,13 @@ def test_ranks_together_make_the_whole_batch(folder: Path) -> None:
 def test_bad_files_are_replaced_and_reported_once(folder: Path, bad: str) -> None:
     (folder / bad).write_text("no image")
     data = training(folder)
-    found = list(Resident(data, CPU, 0).batches(0, 10))
+    actual = list(Resident(data, CPU, 0).batches(0, 10))
     expected = list(training_batches(data, 0, 10, workers=0))
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         assert torch.equal(one.pixels, other.pixels)
         assert torch.equal(one.indices, other.indices)
         assert torch.equal(one.labels, other.labels)
-    assert [len(batch.bad) for batch in found] == [1] + [0] * 9
+    assert [len(batch.bad) for batch in actual] == [1] + [0] * 9
     with pytest.raises(DataError, match=bad[2:]):
         Resident(training(folder, bad_files="refuse"), CPU, 0)
 
@@ -98,9 +98,9 @@ def test_repeated_evaluation_reads_files_once(folder: Path, workers: int, rank_s
     first = list(kept.batches())
     for image in folder.rglob("*.png"):
         image.unlink()
-    for found in (first, list(kept.batches()), list(kept.batches())):
-        assert [batch.bad for batch in found] == [batch.bad for batch in expected]
-        for one, other in zip(found, expected, strict=True):
+    for actual in (first, list(kept.batches()), list(kept.batches())):
+        assert [batch.bad for batch in actual] == [batch.bad for batch in expected]
+        for one, other in zip(actual, expected, strict=True):
             for mine, theirs in zip(one.tensors, other.tensors, strict=True):
                 assert torch.equal(mine, theirs)
                 assert mine.stride() == theirs.stride()

@@ -38,13 +38,13 @@ def test_the_same_batches_while_the_device_is_busy(
     expected = list(Resident(training, torch.device("cpu"), workers).batches(5, 25))
     busy = torch.randn(4096, 4096, device="cuda")
     with closing(Resident(training, torch.device("cuda"), workers).batches(5, 25)) as batches:
-        found = []
+        actual = []
         for batch in batches:
             busy = (busy @ busy).clamp(-1, 1)
             # These copies run late on this stream: the memory of a batch must not be reused before.
-            found.append([tensor.clone() for tensor in batch.tensors])
+            actual.append([tensor.clone() for tensor in batch.tensors])
             del batch
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         for mine, theirs in zip(one, other.tensors, strict=True):
             assert torch.equal(mine.cpu(), theirs)
 

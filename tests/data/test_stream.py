@@ -104,7 +104,7 @@ def test_evaluation_slices_cover_every_image_once(images: int, world_size: int) 
 
 
 def test_invalid_settings() -> None:
-    with pytest.raises(DataError, match="no images"):
+    with pytest.raises(DataError, match="no images to train on"):
         Stream(0, 8)
     with pytest.raises(ConfigError, match="a batch of 8 cannot contain every image 3 times; use a multiple of 3"):
         Stream(10, 8, repeats=3)

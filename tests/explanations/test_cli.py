@@ -114,7 +114,7 @@ def test_one_bad_image_does_not_stop_the_others(run: RunCommand) -> None:
         (("cat.png", "--grid", "heads"), "only attention has one map per head, relevance does not"),
         (("none.png",), "none.png does not exist"),
         (("cat.png", "--out", "cat.png"), "cat.png is a file"),
-        (("empty",), "there are no images in empty"),
+        (("empty",), "no images in empty"),
     ],
 )
 def test_errors_are_one_line(run: RunCommand, words: tuple[object, ...], message: str) -> None:
@@ -136,18 +136,18 @@ def notes(path: str) -> dict[str, str]:
 def test_a_file_records_the_class_and_its_probability(run: RunCommand, method: str) -> None:
     assert run("cat.png", "--method", method).code == 0
     best = Classifier(bundle(), device="cpu")("cat.png")
-    found = notes(f"explanations/cat-{method}.png")
-    assert (found["method"], found["class"]) == (method, best.name)
-    assert float(found["probability"]) == pytest.approx(best.probability, abs=1e-4)
+    result = notes(f"explanations/cat-{method}.png")
+    assert (result["method"], result["class"]) == (method, best.name)
+    assert float(result["probability"]) == pytest.approx(best.probability, abs=1e-4)
 
 
 def test_explained_and_predicted_class_differ(run: RunCommand) -> None:
     predicted = Classifier(bundle(), device="cpu")("cat.png").name
     other = next(name for name in bundle().classes or () if name != predicted)
     assert run("cat.png", "--class", other).code == 0
-    found = notes(f"explanations/cat-relevance-{other}.png")
-    assert (found["target"], found["class"]) == (other, predicted)
-    assert float(found["target_probability"]) < float(found["probability"])
+    result = notes(f"explanations/cat-relevance-{other}.png")
+    assert (result["target"], result["class"]) == (other, predicted)
+    assert float(result["target_probability"]) < float(result["probability"])
 
 
 def test_a_grid_has_a_caption(run: RunCommand) -> None:
@@ -164,7 +164,7 @@ def test_the_caption_is_above_the_maps() -> None:
     assert cat.caption == "relevance for cat, 10.0%; predicted owl, 87.3%"
     assert Explanation(map, noise(), "pca", None, None, "owl", 0.873).caption == "pca; predicted owl, 87.3%"
     assert Explanation(map, noise(), "pca").caption == "pca"
-    one, other = (np.asarray(captioned(found.side_by_side(), found.caption)) for found in (owl, cat))
+    one, other = (np.asarray(captioned(result.side_by_side(), result.caption)) for result in (owl, cat))
     assert (one[CAPTION:] == other[CAPTION:]).all()
     assert (one[CAPTION:] == np.asarray(owl.side_by_side())).all()
     assert (one[:CAPTION] != other[:CAPTION]).any()
@@ -173,8 +173,8 @@ def test_the_caption_is_above_the_maps() -> None:
 
 @pytest.mark.parametrize("name", ["x" * 300, "line\nbreak \x1b[31m", "☃猫", " "])
 def test_any_class_name_fits_above_the_image(name: str) -> None:
-    found = Explanation(np.eye(3, dtype=np.float32), noise(), "relevance", name, 0.5)
-    sheet = found.side_by_side()
-    pixels = np.asarray(captioned(sheet, found.caption))
+    result = Explanation(np.eye(3, dtype=np.float32), noise(), "relevance", name, 0.5)
+    sheet = result.side_by_side()
+    pixels = np.asarray(captioned(sheet, result.caption))
     assert pixels.shape == (sheet.height + CAPTION, sheet.width, 3)
     assert (pixels[:CAPTION, -GAP + 1 :] == 255).all(), "nothing is cut off at the right"

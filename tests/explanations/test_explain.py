@@ -25,35 +25,35 @@ from vitrail.explanations.request import ExplanationRequest
 @pytest.mark.parametrize("name", ["class first", "grey", "hybrid"])
 def test_one_image(name: str, method: Any) -> None:
     ours = bundle(name)
-    found = vitrail.explain(ours, noise(), method=method, device="cpu")
-    assert isinstance(found, Explanation)
-    assert found.map.shape == ((3, 5, 3) if method == "pca" else (3, 5))
-    assert found.map.dtype == np.float32
-    assert (found.image.mode, found.image.size) == ("RGB", (20, 12))
+    result = vitrail.explain(ours, noise(), method=method, device="cpu")
+    assert isinstance(result, Explanation)
+    assert result.map.shape == ((3, 5, 3) if method == "pca" else (3, 5))
+    assert result.map.dtype == np.float32
+    assert (result.image.mode, result.image.size) == ("RGB", (20, 12))
     assert np.array_equal(
-        np.asarray(found.image.convert("L" if name == "grey" else "RGB")).reshape(12, 20, -1),
+        np.asarray(result.image.convert("L" if name == "grey" else "RGB")).reshape(12, 20, -1),
         ours.preprocess.pixels(noise()).permute(1, 2, 0).numpy(),
     ), "this is what the model saw"
     if method in ("relevance", "gradcam"):
-        answer = vitrail.Classifier(ours, device="cpu")(noise())
-        assert found.target == answer.name
-        assert found.probability == pytest.approx(answer.probability, rel=1e-4)
-        assert answer.name in repr(found)
+        prediction = vitrail.Classifier(ours, device="cpu")(noise())
+        assert result.target == prediction.name
+        assert result.probability == pytest.approx(prediction.probability, rel=1e-4)
+        assert prediction.name in repr(result)
     else:
-        assert (found.target, found.probability) == (None, None)
-    assert found.overlay().size == (224, round(12 * 224 / 20))
-    assert found.overlay(side=400).size == (400, 240)
+        assert (result.target, result.probability) == (None, None)
+    assert result.overlay().size == (224, round(12 * 224 / 20))
+    assert result.overlay(side=400).size == (400, 240)
 
 
 def test_several_images_of_every_kind(tmp_path: Path) -> None:
     ours = bundle()
     noise(12, 20).save(tmp_path / "a.png")
-    given = [tmp_path / "a.png", noise(12, 20), np.asarray(noise(12, 20)), (tmp_path / "a.png").read_bytes()]
-    found = vitrail.explain(ours, given, target="owl", device="cpu")
-    assert [one.target for one in found] == ["owl"] * 4
+    folder = [tmp_path / "a.png", noise(12, 20), np.asarray(noise(12, 20)), (tmp_path / "a.png").read_bytes()]
+    actual = vitrail.explain(ours, folder, target="owl", device="cpu")
+    assert [one.target for one in actual] == ["owl"] * 4
     pixels = ours.preprocess(noise(12, 20))[None]
     expected = relevance_maps(ours.model, pixels, 4)[0].numpy()
-    for one in found:
+    for one in actual:
         np.testing.assert_allclose(one.map, expected, rtol=1e-5)
 
 
@@ -68,12 +68,12 @@ def test_training_mode_is_restored() -> None:
 
 def test_numpy_and_torch_integers() -> None:
     ours = bundle()
-    found = vitrail.explain(ours, noise(), target=torch.tensor(2), device="cpu")  # type: ignore[call-overload]
-    assert found.target == NAMES[2]
+    actual = vitrail.explain(ours, noise(), target=torch.tensor(2), device="cpu")  # type: ignore[call-overload]
+    assert actual.target == NAMES[2]
     one, two = np.int64(1), np.int64(-1)
-    found = vitrail.explain(ours, noise(), method="attention", layer=one, head=two, device="cpu")  # type: ignore[call-overload]
+    actual = vitrail.explain(ours, noise(), method="attention", layer=one, head=two, device="cpu")  # type: ignore[call-overload]
     expected = vitrail.explain(ours, noise(), method="attention", layer=1, head=-1, device="cpu")
-    assert np.array_equal(found.map, expected.map)
+    assert np.array_equal(actual.map, expected.map)
     for wrong in (np.float64(1), True, torch.tensor([1, 2])):
         with pytest.raises(vitrail.InputError, match="expected an integer layer"):
             vitrail.explain(ours, noise(), method="attention", layer=wrong, device="cpu")  # type: ignore[call-overload]
@@ -81,8 +81,8 @@ def test_numpy_and_torch_integers() -> None:
 
 @pytest.mark.parametrize(("target", "number"), [("fox", 2), (2, 2), ("2", 2), (0, 0)])
 def test_the_class_may_be_chosen(target: str | int, number: int) -> None:
-    found = vitrail.explain(bundle(), noise(), target=target, device="cpu")
-    assert found.target == NAMES[number]
+    result = vitrail.explain(bundle(), noise(), target=target, device="cpu")
+    assert result.target == NAMES[number]
     assert vitrail.explain(bundle(names=None), noise(), target=target if target != "fox" else 2).target == number
 
 
@@ -98,8 +98,8 @@ def test_a_model_with_logits_for_every_token() -> None:
 
 def test_other_than_three_channels() -> None:
     ours = bundle("class first", channels=2)
-    found = vitrail.explain(ours, np.zeros((12, 20, 2), np.uint8) + np.array([0, 200], np.uint8), device="cpu")
-    assert found.image.getpixel((0, 0)) == (100, 100, 100)
+    result = vitrail.explain(ours, np.zeros((12, 20, 2), np.uint8) + np.array([0, 200], np.uint8), device="cpu")
+    assert result.image.getpixel((0, 0)) == (100, 100, 100)
 
 
 @pytest.mark.parametrize(
@@ -128,10 +128,10 @@ def test_other_than_three_channels() -> None:
             "no distillation token; choose class, register:0",
         ),
         ("mean", {"method": "attention", "query": "class"}, "no class token; choose mean or a patch 'row,column'"),
-        ("mean", {"method": "attention", "query": "pool"}, "there is no token 'pool'; choose mean or a patch"),
-        ("mean", {"method": "attention", "query": "somewhere"}, "there is no token 'somewhere'; choose"),
-        ("mean", {"method": "attention", "query": 5}, "there is no token '5'; choose"),
-        ("mean", {"method": "attention", "query": (1, 2, 3)}, "there is no token '(1, 2, 3)'; choose"),
+        ("mean", {"method": "attention", "query": "pool"}, "unknown token 'pool'; choose mean or a patch"),
+        ("mean", {"method": "attention", "query": "somewhere"}, "unknown token 'somewhere'; choose"),
+        ("mean", {"method": "attention", "query": 5}, "unknown token '5'; choose"),
+        ("mean", {"method": "attention", "query": (1, 2, 3)}, "unknown token '(1, 2, 3)'; choose"),
         ("map", {"method": "attention", "query": "pool", "layer": 1}, "the pool's query comes after all layers"),
         (
             "class first",
@@ -160,7 +160,7 @@ def test_invalid_options(name: str, options: dict[str, Any], message: str) -> No
 
 
 def test_models_without_a_class_to_explain() -> None:
-    with pytest.raises(InputError, match="no head, so there is no class to explain; use attention, rollout or pca"):
+    with pytest.raises(InputError, match="no head, so it has no class to explain; use attention, rollout or pca"):
         vitrail.explain(bundle("class first", classes=0), noise(), device="cpu")
     assert vitrail.explain(bundle("class first", classes=0), noise(), method="rollout", device="cpu").map.shape == (
         3,
@@ -210,7 +210,7 @@ def test_a_grid_of_heads_or_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "each", "message"),
+    ("grid_request", "each", "message"),
     [
         (ExplanationRequest("rollout"), "layers", "combines all layers in one map"),
         (ExplanationRequest("gradcam"), "heads", "only attention has one map per head"),
@@ -219,10 +219,10 @@ def test_a_grid_of_heads_or_layers() -> None:
         (ExplanationRequest("pca"), "tokens", "heads or layers, not 'tokens'"),
     ],
 )
-def test_invalid_grids(asked: ExplanationRequest, each: Any, message: str) -> None:
+def test_invalid_grids(grid_request: ExplanationRequest, each: Any, message: str) -> None:
     item = Item(b"", content=noise())
     with pytest.raises(ConfigError, match=message):
-        Explainer(bundle(), asked, device="cpu").grid(item, each)
+        Explainer(bundle(), grid_request, device="cpu").grid(item, each)
 
 
 # ── images and files ──
@@ -240,31 +240,31 @@ def test_the_overlay_is_aligned_with_the_map() -> None:
     map = np.zeros((4, 6), np.float32)
     map[1, 4] = 1
     image = Image.new("RGB", (240, 160), (120, 90, 60))
-    found = Explanation(map, image, "attention")
-    light = np.asarray(found.overlay(opacity=1).convert("L"), np.float32)
+    result = Explanation(map, image, "attention")
+    light = np.asarray(result.overlay(opacity=1).convert("L"), np.float32)
     row, column = np.unravel_index(light.argmax(), light.shape)
     assert 40 <= row < 80
     assert 160 <= column < 200
-    assert found.overlay(opacity=0).tobytes() == image.tobytes()
-    assert found.side_by_side().size == (240 + 8 + 240, 160)
+    assert result.overlay(opacity=0).tobytes() == image.tobytes()
+    assert result.side_by_side().size == (240 + 8 + 240, 160)
     for wrong in (-0.1, 1.1):
-        with pytest.raises(ConfigError, match="opacity"):
-            found.overlay(wrong)
+        with pytest.raises(ConfigError, match=f"opacity is {wrong}; it should be from 0"):
+            result.overlay(wrong)
 
 
 def test_saving(tmp_path: Path) -> None:
-    found = Explanation(np.eye(3, dtype=np.float32), noise(), "attention")
-    assert found.save(tmp_path / "new" / "x.png") == tmp_path / "new" / "x.png"
+    result = Explanation(np.eye(3, dtype=np.float32), noise(), "attention")
+    assert result.save(tmp_path / "new" / "x.png") == tmp_path / "new" / "x.png"
     with Image.open(tmp_path / "new" / "x.png") as image:
-        width, height = found.side_by_side().size
+        width, height = result.side_by_side().size
         assert image.size == (width, height + CAPTION)
-    found.save(tmp_path / "x.npy")
-    assert np.array_equal(np.load(tmp_path / "x.npy"), found.map)
-    with pytest.raises(CheckpointError, match="exists"):
-        found.save(tmp_path / "x.npy")
-    found.save(tmp_path / "x.npy", overwrite=True)
+    result.save(tmp_path / "x.npy")
+    assert np.array_equal(np.load(tmp_path / "x.npy"), result.map)
+    with pytest.raises(CheckpointError, match="exists already; choose another name, or replace it with --overwrite"):
+        result.save(tmp_path / "x.npy")
+    result.save(tmp_path / "x.npy", overwrite=True)
     with pytest.raises(ConfigError, match=r"has no suffix of an image"):
-        found.save(tmp_path / "x.txt")
+        result.save(tmp_path / "x.txt")
 
 
 @pytest.mark.parametrize(

@@ -68,17 +68,17 @@ def drawn(made: Figure | Absent) -> Figure:
 
 def test_filters_are_eigenvectors_of_the_covariance() -> None:
     model = vit()
-    found = filters(model, 5)
+    actual = filters(model, 5)
     weight = model.patch_embed.proj.weight.detach().double().numpy()
     flat = weight.transpose(0, 2, 3, 1).reshape(16, -1)
     values, vectors = np.linalg.eigh(np.cov(flat, rowvar=False, bias=True))
     for number in range(5):
-        expected, component = vectors[:, -1 - number], found.components[number].ravel()
+        expected, component = vectors[:, -1 - number], actual.components[number].ravel()
         assert abs(expected @ component) == pytest.approx(1, abs=1e-9)
-        assert found.explained[number] == pytest.approx(values[-1 - number] / values.sum(), abs=1e-9)
+        assert actual.explained[number] == pytest.approx(values[-1 - number] / values.sum(), abs=1e-9)
         assert component[np.abs(component).argmax()] > 0
-    assert found.components.shape == (5, 4, 4, 3)
-    assert (found.kernels, found.of_patches) == (16, True)
+    assert actual.components.shape == (5, 4, 4, 3)
+    assert (actual.kernels, actual.of_patches) == (16, True)
 
 
 def test_a_sign_does_not_depend_on_the_kernels_signs() -> None:
@@ -143,11 +143,11 @@ def test_the_first_filter_is_at_the_top_left() -> None:
 
 def naive_similarity(table: NDArray[np.float64], grid: tuple[int, int]) -> NDArray[np.float64]:
     rows, columns = grid
-    answer = np.zeros((rows, columns, rows, columns))
+    result = np.zeros((rows, columns, rows, columns))
     for r, c, y, x in product(range(rows), range(columns), range(rows), range(columns)):
         one, other = table[r * columns + c], table[y * columns + x]
-        answer[r, c, y, x] = one @ other / math.sqrt((one @ one) * (other @ other))
-    return answer
+        result[r, c, y, x] = one @ other / math.sqrt((one @ one) * (other @ other))
+    return result
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def naive_distance(model: ViT, images: Tensor) -> NDArray[np.float64]:
     model, config = model.double().eval(), model.config
     (rows, columns), (height, width) = config.grid, config.patch_size
     traced = model.trace(images.double(), attention=range(config.depth))
-    answer = np.zeros((config.depth, config.heads))
+    result = np.zeros((config.depth, config.heads))
     for layer, head in product(range(config.depth), range(config.heads)):
         means = []
         for weights in traced.attention[layer][:, head].detach().numpy():
@@ -270,8 +270,8 @@ def naive_distance(model: ViT, images: Tensor) -> NDArray[np.float64]:
                     down, across = (q // columns - k // columns) * height, (q % columns - k % columns) * width
                     far += row[k] * math.sqrt(down**2 + across**2)
                 means.append(far)
-        answer[layer, head] = np.mean(means)
-    return answer
+        result[layer, head] = np.mean(means)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -290,8 +290,8 @@ def naive_distance(model: ViT, images: Tensor) -> NDArray[np.float64]:
 def test_distance_matches_the_definition(fields: dict[str, Any]) -> None:
     model = vit(**fields)
     images = torch.randn(3, 3, 12, 20)
-    found = attention_distance(model, images.split(2))
-    np.testing.assert_allclose(found, naive_distance(model, images), rtol=1e-4)
+    result = attention_distance(model, images.split(2))
+    np.testing.assert_allclose(result, naive_distance(model, images), rtol=1e-4)
 
 
 def even(model: ViT) -> ViT:
@@ -320,8 +320,8 @@ def test_uniform_attention_on_a_grid_of_3_by_5(special: dict[str, Any]) -> None:
     ) / 225
     assert by_hand == pytest.approx(2.03979, abs=1e-5)
     model = even(vit(**special))
-    found = attention_distance(model, [torch.randn(2, 3, 12, 20)])
-    np.testing.assert_allclose(found, np.full((2, 2), 4 * by_hand), rtol=1e-6)  # a patch is 4 pixels wide
+    result = attention_distance(model, [torch.randn(2, 3, 12, 20)])
+    np.testing.assert_allclose(result, np.full((2, 2), 4 * by_hand), rtol=1e-6)  # a patch is 4 pixels wide
     assert even_distance(model.config) == pytest.approx(4 * by_hand, rel=1e-12)
 
 
@@ -371,9 +371,9 @@ def test_a_query_without_attention_to_patches_is_ignored() -> None:
         model.blocks[0].norm1.bias.fill_(0)
         model.pos_embed[:, 0, 0] = 1e3
         model.pos_embed[:, 1:, 0] = -1e3
-    found = attention_distance(model, [torch.randn(2, 3, 12, 20)])
-    assert math.isnan(found[0, 0])
-    assert found[0, 1] == pytest.approx(even_distance(model.config), rel=1e-5)
+    result = attention_distance(model, [torch.randn(2, 3, 12, 20)])
+    assert math.isnan(result[0, 0])
+    assert result[0, 1] == pytest.approx(even_distance(model.config), rel=1e-5)
     made = Bundle(model, Preprocess(size=(12, 20)))
     figure = drawn(distance_figure(made, pixels(model.config), device="cpu"))
     assert "1 of 2 heads do not attend to any patch" in figure.caption
@@ -381,9 +381,9 @@ def test_a_query_without_attention_to_patches_is_ignored() -> None:
 
 def test_the_chart_has_a_point_for_every_head(monkeypatch: pytest.MonkeyPatch) -> None:
     made = bundle(depth=5, heads=4)
-    given = pixels(made.model.config, 130)
+    inputs = pixels(made.model.config, 130)
     monkeypatch.setattr(distance_module, "AT_ONCE", 4 * 16**2 * 7)  # seven images at a time
-    figure = drawn(distance_figure(made, given, device="cpu"))
+    figure = drawn(distance_figure(made, inputs, device="cpu"))
     assert figure.svg is not None
     root = ElementTree.fromstring(figure.svg)
     marks = [node for node in root.iter() if node.tag.endswith("circle") and len(node)]
@@ -394,7 +394,7 @@ def test_the_chart_has_a_point_for_every_head(monkeypatch: pytest.MonkeyPatch) -
     assert "4 heads in each of 5 blocks" in figure.caption
     assert "over all patches of 128 images;" in figure.caption
     # The height of a point is its distance.
-    expected = attention_distance(made.model, [made.preprocess.normalise(given[:128])])
+    expected = attention_distance(made.model, [made.preprocess.normalise(inputs[:128])])
     heights = sorted(float(mark.get("cy") or 0) for mark in marks)
     slope, start = np.polyfit(sorted(expected.ravel().tolist(), reverse=True), heights, 1)
     np.testing.assert_allclose(start + slope * np.sort(expected.ravel())[::-1], heights, atol=0.06)
@@ -407,11 +407,11 @@ def test_few_images_and_none() -> None:
         distance_figure(made, pixels(made.model.config, 0))
     with pytest.raises(InputError, match="at least one image"):
         attention_distance(made.model, [])
-    with pytest.raises(InputError, match="12×20"):
+    with pytest.raises(InputError, match="12×20 pixels"):
         distance_figure(made, torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
     with torch.no_grad():
         made.model.blocks[1].mlp.fc2.weight[0] = math.inf
-    with pytest.raises(Diverged, match="not finite"):
+    with pytest.raises(Diverged, match="the output of block 2 is not finite"):
         distance_figure(made, pixels(made.model.config))
     assert isinstance(distance_figure(bundle(image_size=4), torch.zeros(1, 3, 4, 4, dtype=torch.uint8)), Absent)
 
@@ -421,7 +421,7 @@ def test_a_count_of_zero_filters() -> None:
         filters(vit(), 0)
     made = bundle()
     torch.nn.init.constant_(made.model.patch_embed.proj.weight, math.nan)
-    with pytest.raises(Diverged, match="kernels"):
+    with pytest.raises(Diverged, match="the kernels of the patch embedding are not finite"):
         filters_figure(made)
 
 

@@ -119,7 +119,7 @@ def test_unreadable_images_are_reported(run: RunCommand) -> None:
             "the figure 'distance' needs images; pass files or folders after the model",
         ),
         (["model", "nowhere"], "nowhere does not exist; give files, folders"),
-        (["model", "empty"], "there are no images in these paths"),
+        (["model", "empty"], "no images in these paths"),
         (["model", "bad.png"], "none of the images can be read"),
         (["model", "photos", "--out", "taken"], "filters.png"),
         (["model", "photos", "--out", "bad.png"], "bad.png is a file, but figures need a folder"),
@@ -213,8 +213,8 @@ def test_rollout_figure_of_a_bundle() -> None:
     expected = np.asarray(attended(image.resize((192, 128), Image.Resampling.NEAREST), map))
     assert made.image is not None
     # The first pair, after the margin and the heading: 192 wide, 6 between.
-    found = np.asarray(made.image)[41 : 41 + 128, 24 + 192 + 6 : 24 + 2 * 192 + 6]
-    np.testing.assert_array_equal(found, expected)
+    actual = np.asarray(made.image)[41 : 41 + 128, 24 + 192 + 6 : 24 + 2 * 192 + 6]
+    np.testing.assert_array_equal(actual, expected)
 
 
 def test_no_examples() -> None:
@@ -229,6 +229,6 @@ def test_a_figure_is_saved_atomically(tmp_path: Path) -> None:
     figure = filters_figure(tiny())
     assert isinstance(figure, Figure)
     path = figure.save(tmp_path / "new" / "folder")
-    with pytest.raises(CheckpointError, match="exists"):
+    with pytest.raises(CheckpointError, match="exists already; choose another name, or replace it with --overwrite"):
         figure.save(tmp_path / "new" / "folder")
     assert [other.name for other in path.parent.iterdir()] == ["filters.png"]

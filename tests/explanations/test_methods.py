@@ -17,11 +17,11 @@ from vitrail.explanations.request import ExplanationRequest, explain_pixels
 from vitrail.explanations.rollout import rollout, rollout_maps
 
 
-def assert_close(found: Tensor, expected: Tensor) -> None:
-    assert found.shape == expected.shape
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape
     largest = expected.abs().max()
     assert largest > 1e-4, "a map of zeros proves nothing"
-    assert float((found - expected).abs().max() / largest) < 2e-5
+    assert float((actual - expected).abs().max() / largest) < 2e-5
 
 
 def queries(naive: Naive) -> list[str | None]:
@@ -46,11 +46,11 @@ def test_attention(name: str) -> None:
     for query in queries(naive):
         if query is None and model.config.pool == "map":
             continue
-        found = attention_maps(model, x, 1, query)
+        actual = attention_maps(model, x, 1, query)
         expected = torch.stack([naive.attention(image, 1, query) for image in x])
-        assert_close(found, expected)
-        assert_close(choose_head(found, -1), expected[:, -1])
-        assert_close(choose_head(found, None), expected.mean(1))
+        assert_close(actual, expected)
+        assert_close(choose_head(actual, -1), expected[:, -1])
+        assert_close(choose_head(actual, None), expected.mean(1))
     assert_close(attention_maps(model, x, -1, "0,0"), attention_maps(model, x, None, (0, 0)))
 
 
@@ -58,12 +58,12 @@ def test_attention(name: str) -> None:
 def test_attention_of_the_pool(name: str) -> None:
     model = build(name)
     naive, x = Naive(model), images(model.config)
-    found = pooling_rows(model, x)
-    torch.testing.assert_close(found.sum(-1), torch.ones(2, model.config.heads))
+    result = pooling_rows(model, x)
+    torch.testing.assert_close(result.sum(-1), torch.ones(2, model.config.heads))
     for b, image in enumerate(x):
         pooling = naive(image).pooling
         assert pooling is not None
-        assert_close(found[b][:, naive.pooled_over], pooling[:, 0].detach())
+        assert_close(result[b][:, naive.pooled_over], pooling[:, 0].detach())
         places = [naive.pooled_over.index(place) for place in naive.patches]
         assert_close(attention_maps(model, x)[b], pooling[:, 0, places].unflatten(1, model.config.grid).detach())
     # With a layer, it is the mean of the pooled tokens.
@@ -114,8 +114,8 @@ def test_gradcam(name: str) -> None:
 def test_pca(name: str) -> None:
     model = build(name)
     naive, x = Naive(model), images(model.config)
-    found = pca_maps(model, x)
-    assert found.shape == (2, *model.config.grid, 3)
+    result = pca_maps(model, x)
+    assert result.shape == (2, *model.config.grid, 3)
     for b, image in enumerate(x):
         features = naive(image).normed[naive.patches].detach().numpy()
         centred = features - features.mean(0)
@@ -124,7 +124,7 @@ def test_pca(name: str) -> None:
             direction = vectors[:, -1 - i]
             places = centred @ direction * np.sign(direction[np.abs(direction).argmax()])
             places = (places - places.min()) / (places.max() - places.min())
-            np.testing.assert_allclose(found[b, :, :, i].flatten(), places, atol=1e-4)
+            np.testing.assert_allclose(result[b, :, :, i].flatten(), places, atol=1e-4)
 
 
 def test_colours_of_identical_patches() -> None:
@@ -164,7 +164,7 @@ def test_all_layers_in_one_forward_pass(name: str) -> None:
     model = build(name)
     x = images(model.config)
     for query in (None, "register:1", "0,4"):
-        found = maps_of_layers(model, x, query)
-        assert len(found) == 3
-        for layer, maps in enumerate(found):
+        result = maps_of_layers(model, x, query)
+        assert len(result) == 3
+        for layer, maps in enumerate(result):
             assert_close(maps, attention_maps(model, x, layer, query))

@@ -16,10 +16,10 @@ from vitrail.models.vit import ViT
 TOLERANCE = 1e-5
 
 
-def assert_same(found: Tensor, expected: Tensor) -> None:
-    assert found.shape == expected.shape
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape
     assert expected.std() > 1e-3, "uniform attention proves nothing"
-    assert float((found - expected).abs().max()) <= TOLERANCE
+    assert float((actual - expected).abs().max()) <= TOLERANCE
 
 
 @torch.no_grad()

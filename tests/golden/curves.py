@@ -54,13 +54,13 @@ def _curve(name: str, changes: list[str], folder: Path, first: Path) -> dict[str
         return done.folder
 
     straight = run()
-    found = {"losses": losses(straight), "weights": weights(straight), "logits": logits(straight / "best")}
+    result = {"losses": losses(straight), "weights": weights(straight), "logits": logits(straight / "best")}
     # Without its last state, a run resumes from the middle one and must end with the same weights.
     shutil.rmtree(straight / "state" / f"{STEPS:08d}")
     resumed = run()
-    if (losses(resumed), weights(resumed)) != (found["losses"], found["weights"]):
+    if (losses(resumed), weights(resumed)) != (result["losses"], result["weights"]):
         raise SystemExit(f"{name}: resumed in the middle, the run came to other weights")
-    return found
+    return result
 
 
 def losses(run: Path) -> list[float]:
@@ -86,11 +86,11 @@ def logits(bundle: Path) -> str:
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
     """Return a digest of names and contents."""
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for name in sorted(tensors):
-        found.update(name.encode())
-        found.update(tensors[name].contiguous().numpy().tobytes())
-    return found.hexdigest()[:16]
+        result.update(name.encode())
+        result.update(tensors[name].contiguous().numpy().tobytes())
+    return result.hexdigest()[:16]
 
 
 def against(ref: str) -> int:

@@ -56,8 +56,8 @@ def logits() -> str:
         for i, parameter in enumerate(model.parameters()):
             wave = torch.sin(torch.arange(parameter.numel()) * 0.7 + i).reshape(parameter.shape)
             parameter.copy_(wave * (0.3 if parameter.ndim > 1 else 0.5) + (1 if parameter.ndim == 1 else 0))
-        answer = model(sample_image(3, TINY.image_size))
-    return json.dumps([round(float(x), 6) for x in answer[0]]) + "\n"
+        output = model(sample_image(3, TINY.image_size))
+    return json.dumps([round(float(x), 6) for x in output[0]]) + "\n"
 
 
 GOLDEN = {"parameter_names.txt": parameter_names, "config_fields.json": config_fields, "logits.json": logits}

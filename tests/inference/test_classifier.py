@@ -78,9 +78,9 @@ def test_many_in_one_list_out(classifier: Classifier, tmp_path: Path) -> None:
     paths = tiny_images(tmp_path, 7)
     alone = [classifier(path) for path in paths]
     for many in (paths, tuple(paths), (path for path in paths), np.stack([tiny_pixels(n) for n in range(7)])):
-        found = classifier.predict(many, batch=3)
-        assert [prediction.names for prediction in found] == [prediction.names for prediction in alone]
-        for prediction, same in zip(found, alone, strict=True):
+        result = classifier.predict(many, batch=3)
+        assert [prediction.names for prediction in result] == [prediction.names for prediction in alone]
+        for prediction, same in zip(result, alone, strict=True):
             assert prediction.probabilities == pytest.approx(same.probabilities, abs=1e-5)
     assert classifier.predict(paths[:1]) == alone[:1]
     assert classifier.predict([]) == []
@@ -113,14 +113,14 @@ def test_bad_images_raise_or_are_kept(classifier: Classifier, tmp_path: Path) ->
     assert repr(first) == f"Prediction(error: {first.error})"
     assert second == classifier(good)
     assert third.error == "it cannot be read: No such file or directory"
-    with pytest.raises(DataError, match="there is no prediction: it is not an image"):
+    with pytest.raises(DataError, match="the image has no prediction: it is not an image"):
         _ = first.name
     with pytest.raises(ConfigError, match="choose 'raise' or 'keep'"):
         classifier(good, errors="ignore")  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("value", "words"),
     [
         (17, "expected a path, the bytes of a file, .* found int"),
         (None, "found NoneType"),
@@ -131,22 +131,22 @@ def test_bad_images_raise_or_are_kept(classifier: Classifier, tmp_path: Path) ->
         (torch.zeros(20, 30, 3), r"a tensor should be \(channels, height, width\), but this is \(20, 30, 3\)"),
     ],
 )
-def test_inputs_that_are_not_images(classifier: Classifier, given: Any, words: str) -> None:
+def test_inputs_that_are_not_images(classifier: Classifier, value: Any, words: str) -> None:
     with pytest.raises(InputError, match=words):
-        classifier(given)
+        classifier(value)
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("value", "words"),
     [
         (np.zeros((5, 5, 2), np.uint8), "an image with 2 channels, expected 3"),
         (torch.full((3, 5, 5), -1.0), "range from -1 to -1; an image has integers"),
         (np.zeros(5, np.uint8), "is not an image; use"),
     ],
 )
-def test_arrays_that_are_not_images(classifier: Classifier, given: Any, words: str) -> None:
+def test_arrays_that_are_not_images(classifier: Classifier, value: Any, words: str) -> None:
     with pytest.raises(DataError, match=words):
-        classifier(given)
+        classifier(value)
 
 
 def test_an_extremely_narrow_image() -> None:
@@ -165,7 +165,7 @@ def test_bundles_that_cannot_classify(tmp_path: Path) -> None:
         Classifier(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="'tortch'; did you mean 'torch'"):
         Classifier(tiny_bundle(), engine="tortch")
-    with pytest.raises(ConfigError, match="'int3'"):
+    with pytest.raises(ConfigError, match="no precision is called 'int3'"):
         Classifier(tiny_bundle(), precision="int3")
     broken = tiny_bundle()
     torch.nn.init.constant_(broken.model.head.bias, float("nan"))

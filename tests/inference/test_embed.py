@@ -49,8 +49,8 @@ def read(path: Path) -> tuple[NDArray[Any], list[dict[str, Any]]]:
             column = column.flatten()
         return column.to_numpy().reshape(shape), table.select(["index", "name", "label"]).to_pylist()
     array = np.load(path) if path.suffix == ".npy" else load_file(path)["features"]
-    beside = path.with_name(path.name + ".jsonl").read_text(encoding="utf-8")
-    return array, [json.loads(line) for line in beside.splitlines()]
+    sidecar = path.with_name(path.name + ".jsonl").read_text(encoding="utf-8")
+    return array, [json.loads(line) for line in sidecar.splitlines()]
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "npy", "safetensors"])
@@ -62,15 +62,15 @@ def test_round_trip_of_every_format(suffix: str, kind: FeatureKind, dtype: Any, 
     expected = gather(
         model, open_source(photos), FeatureRequest(kind), ComputeOptions("cpu", batch=3, workers=0)
     ).features
-    found, rows = read(path)
-    assert found.dtype == np.dtype(dtype)
-    assert done.shape == found.shape
-    np.testing.assert_array_equal(found, expected.astype(dtype))
+    actual, rows = read(path)
+    assert actual.dtype == np.dtype(dtype)
+    assert done.shape == actual.shape
+    np.testing.assert_array_equal(actual, expected.astype(dtype))
     assert [row["index"] for row in rows] == list(range(20))
     assert [row["label"] for row in rows] == ["cat"] * 10 + ["dog"] * 10
     assert rows[0]["name"] == str(photos / "cat" / "0.png")
-    beside = set() if suffix == "parquet" else {f"x.{suffix}.jsonl"}
-    assert {file.name for file in path.parent.iterdir()} == {f"x.{suffix}"} | beside
+    sidecar = set() if suffix == "parquet" else {f"x.{suffix}.jsonl"}
+    assert {file.name for file in path.parent.iterdir()} == {f"x.{suffix}"} | sidecar
 
 
 def test_metadata(photos: Path, tmp_path: Path) -> None:
@@ -99,8 +99,8 @@ def test_an_unreadable_image_has_no_row(
     assert done.out.startswith(f"20 × 16 float32 in x.{suffix}")
     assert done.err.splitlines()[0] == "1 image could not be read and was skipped:"
     assert done.err.splitlines()[1].startswith(f"  {photos / 'cat' / '00.png'}: ")
-    (good, _), (found, rows) = read(Path(f"good.{suffix}")), read(Path(f"x.{suffix}"))
-    np.testing.assert_allclose(found, good, atol=1e-6)
+    (good, _), (result, rows) = read(Path(f"good.{suffix}")), read(Path(f"x.{suffix}"))
+    np.testing.assert_allclose(result, good, atol=1e-6)
     assert [row["index"] for row in rows] == [0, *range(2, 21)]
 
 
@@ -222,7 +222,7 @@ def test_a_full_disk(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ),
         (("-o", "file/x.npy"), "/file is a file; choose another folder"),
         (("-o", "folder.npy"), "folder.npy is a folder, and what would be written is a file"),
-        (("-o", "beside.npy"), "beside.npy.jsonl"),
+        (("-o", "sidecar.npy"), "sidecar.npy.jsonl"),
         (("--layer", "2"), "layer 2 does not exist: this model has layers 0 to 1 (or -1 for the last)"),
         (("--layer", "-3"), "layer -3 does not exist: this model has layers 0 to 1"),
         (("--tokens", "class"), "this model has no class token; choose pooled or patches"),
@@ -240,7 +240,7 @@ def test_a_full_disk(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_errors(run: RunCommand, photos: Path, options: tuple[str, ...], message: str) -> None:
     Path("file").write_text("")
     Path("folder.npy").mkdir()
-    Path("beside.npy.jsonl").write_text("mine")
+    Path("sidecar.npy.jsonl").write_text("mine")
     for number in range(2, 10):
         (photos / "cat" / f"{number}.png").unlink()
     model = bundle(class_token="none", pool="mean").save("model")
@@ -248,7 +248,7 @@ def test_errors(run: RunCommand, photos: Path, options: tuple[str, ...], message
     assert (done.code, done.out) == (2, "")
     assert message in done.err
     assert len(done.err.splitlines()) == 1
-    assert Path("beside.npy.jsonl").read_text() == "mine"
+    assert Path("sidecar.npy.jsonl").read_text() == "mine"
 
 
 def test_invalid_paths(run: RunCommand, photos: Path) -> None:
@@ -257,6 +257,6 @@ def test_invalid_paths(run: RunCommand, photos: Path) -> None:
     for words in (("nowhere", photos), (model, "nowhere"), (model, "empty")):
         done = run("embed", *words, "-o", "x.npy")
         assert (done.code, done.out) == (2, "")
-        assert "nowhere" in done.err or "empty has no images" in done.err
+        assert "nowhere does not exist; " in done.err or "empty has no images" in done.err
         assert len(done.err.splitlines()) == 1
     assert not Path("x.npy").exists()

@@ -57,8 +57,8 @@ def normalised(source: Arrays) -> torch.Tensor:
 
 
 def features(model: Bundle, kind: FeatureKind = "pooled", **request: Any) -> torch.Tensor:
-    found = gather(model, images(), FeatureRequest(kind, **request), ComputeOptions("cpu", batch=2, workers=0))
-    return torch.from_numpy(found.features)
+    result = gather(model, images(), FeatureRequest(kind, **request), ComputeOptions("cpu", batch=2, workers=0))
+    return torch.from_numpy(result.features)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_features_that_are_not_finite() -> None:
     model = bundle()
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(Diverged, match="image 0"):
+    with pytest.raises(Diverged, match="the model's output for image 0 is not finite"):
         features(model, "patches")
 
 
@@ -225,9 +225,9 @@ def test_the_fast_encoder_gives_the_same_features(class_token: str, pool: str) -
     for request in REQUESTS:
         with torch.inference_mode():
             expected = request.take(model, x)
-            found = request.take(request.folded(model, EncoderPrecision(torch.float64, exact=True)), x)
-        assert found.shape == expected.shape == (len(x), *request.shape(model.config))
-        assert relative_error(found, expected) <= 1e-6, request
+            actual = request.take(request.folded(model, EncoderPrecision(torch.float64, exact=True)), x)
+        assert actual.shape == expected.shape == (len(x), *request.shape(model.config))
+        assert relative_error(actual, expected) <= 1e-6, request
 
 
 @pytest.mark.parametrize(

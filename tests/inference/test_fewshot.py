@@ -30,12 +30,12 @@ def test_the_closed_form(examples: int, width: int, dtype: torch.dtype) -> None:
     x, test = (torch.tensor(offset + spread * random.normal(size=(n, width)), dtype=dtype) for n in (examples, 50))
     x[:, 3] = 0.25  # a constant feature
     labels = np.arange(examples) % 5
-    found = fit_least_squares(x, torch.tensor(labels), 5).scores(test)
+    actual = fit_least_squares(x, torch.tensor(labels), 5).scores(test)
     expected = reference_scores(x.double().numpy(), labels, test.double().numpy(), 5)
-    assert found.dtype == torch.float64
+    assert actual.dtype == torch.float64
     assert np.abs(expected[:, :]).max() > 0.1
     # The constant feature is divided by 1e-5, so a test image where it differs could have arbitrarily large scores.
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_one_example_per_class_is_enough() -> None:

@@ -13,8 +13,8 @@ from vitrail.inference.knn import vote
 
 
 def weights(distances: NDArray[np.float64]) -> NDArray[np.float64]:
-    found: NDArray[np.float64] = np.exp((1 - distances) / 0.07)
-    return found
+    result: NDArray[np.float64] = np.exp((1 - distances) / 0.07)
+    return result
 
 
 def reference(k: int, examples: Tensor, labels: Tensor) -> KNeighborsClassifier:
@@ -44,9 +44,9 @@ def test_ties_between_classes() -> None:
     examples = torch.eye(4, dtype=torch.float64).repeat(2, 1)
     labels = torch.tensor([3, 1, 2, 0, 1, 1, 0, 2])
     test = torch.eye(4, dtype=torch.float64)
-    found = vote(examples, labels, test, 4, k=2).argmax(dim=1)
-    assert found.tolist() == [1, 1, 0, 0]
-    assert found.tolist() == reference(2, examples, labels).predict(test.numpy()).tolist()
+    result = vote(examples, labels, test, 4, k=2).argmax(dim=1)
+    assert result.tolist() == [1, 1, 0, 0]
+    assert result.tolist() == reference(2, examples, labels).predict(test.numpy()).tolist()
 
 
 def test_ties_between_examples() -> None:

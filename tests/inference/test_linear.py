@@ -25,16 +25,16 @@ def clusters(count: int, seed: int, classes: int = 4, width: int = 12) -> tuple[
 def test_the_same_optimum_as_scikit_learn(decay: float, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "AT_ONCE", at_once)
     x, y = clusters(200, 0)
-    found = fit_linear(x, y, 4, decay=decay, tolerance=1e-8)
+    result = fit_linear(x, y, 4, decay=decay, tolerance=1e-8)
     x64 = x.double().numpy()
     standard = (x64 - x64.mean(axis=0)) / (x64.std(axis=0) + 1e-5)
     peer = LogisticRegression(C=1 / (decay * len(x)), tol=1e-10, max_iter=10_000).fit(standard, y.numpy())
-    weights, bias = found.weights[:-1].T.numpy(), found.weights[-1].numpy()
+    weights, bias = result.weights[:-1].T.numpy(), result.weights[-1].numpy()
     assert np.abs(weights).max() > 0.05
     np.testing.assert_allclose(weights, peer.coef_, atol=TOLERANCE)
     # The solution is unique up to a constant added to every bias.
     np.testing.assert_allclose(bias - bias.mean(), peer.intercept_ - peer.intercept_.mean(), atol=TOLERANCE)
-    probabilities = found.scores(x).softmax(dim=1).numpy()
+    probabilities = result.scores(x).softmax(dim=1).numpy()
     np.testing.assert_allclose(probabilities, peer.predict_proba(standard), atol=TOLERANCE)
 
 
@@ -70,8 +70,8 @@ def test_the_validation_split_selects_the_decay() -> None:
     decays = (1e-4, 1.0, 0.1)
     chosen = choose_linear(x, noisy, val_x, val_y, 4, decays=decays, on_progress=lambda *step: steps.append(step))
 
-    def right(found: Linear) -> float:
-        return float((found.scores(val_x).argmax(dim=1) == val_y).double().mean())
+    def right(result: Linear) -> float:
+        return float((result.scores(val_x).argmax(dim=1) == val_y).double().mean())
 
     every = {decay: right(fit_linear(x, noisy, 4, decay=decay)) for decay in decays}
     assert right(chosen) == max(every.values()) > every[1e-4] + 0.05

@@ -130,10 +130,10 @@ def test_ctrl_c_tells_how_to_resume(run: RunCommand, monkeypatch: pytest.MonkeyP
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Output, "write", interrupt)
-    said = "vitrail: stopped; rerun the same command with --resume to resume o.csv"
+    message = "vitrail: stopped; rerun the same command with --resume to resume o.csv"
     done = run("bundle", "p", "-o", "o.csv")
     assert done.code != 0
-    assert said in done.err
+    assert message in done.err
     assert "--resume" not in run("bundle", "p", "-o", "o.txt").err  # a table cannot be resumed
 
 
@@ -251,9 +251,9 @@ def test_cpu_threads_keep_the_order(tmp_path: Path, batch: int) -> None:
     rows = list(chain(*made))
     assert [row.number for row in rows] == list(range(11, 53))
     assert [row.path for row in rows] == [row.path for row in alone]
-    for found, expected in zip(rows, alone, strict=True):
-        assert (found.error, found.classes) == (expected.error, expected.classes)
-        assert found.probabilities == pytest.approx(expected.probabilities, abs=1e-5)
+    for actual, expected in zip(rows, alone, strict=True):
+        assert (actual.error, actual.classes) == (expected.error, expected.classes)
+        assert actual.probabilities == pytest.approx(expected.probabilities, abs=1e-5)
 
 
 MEMORY = """
@@ -312,16 +312,16 @@ def test_a_list_is_read_lazily(workers: int | None) -> None:
 
     Lanes take less: two parts of up to eight images each, and one more.
     """
-    asked = 0
+    requested = 0
 
     def endless() -> Any:
-        nonlocal asked
+        nonlocal requested
         for item in repeat(Item(b"bad", error="bad")):
-            asked += 1
+            requested += 1
             yield item
 
     rows = predict_items(Classifier(tiny_bundle(), device="cpu"), endless(), batch=10, workers=workers)
     for step in range(20):
         assert len(next(rows)) == 10
-        assert asked <= 10 * (step + 1 + 2 * 2 + 1) + (8 if workers is None else 0)
+        assert requested <= 10 * (step + 1 + 2 * 2 + 1) + (8 if workers is None else 0)
     rows.close()  # type: ignore[attr-defined]

@@ -22,8 +22,8 @@ BUNDLE = tiny_bundle()
 
 
 def run(output: Path, places: list[Path] | list[str], **options: Any) -> Summary:
-    given: dict[str, Any] = {"batch": 4, "workers": 0, "device": "cpu", **options}
-    return predict_files(given.pop("bundle", BUNDLE), list(map(str, places)), output=output, **given)
+    settings: dict[str, Any] = {"batch": 4, "workers": 0, "device": "cpu", **options}
+    return predict_files(settings.pop("bundle", BUNDLE), list(map(str, places)), output=output, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +55,9 @@ def test_a_file_truncated_anywhere_is_resumed(
         done = run(target, images, resume=True)
         assert done.images == 22
         assert done.bad == 1
-        found = read_rows(target)
-        assert [row["number"] for row in found] == list(range(1, 23))
-        for row, same in zip(found, expected, strict=True):
+        actual = read_rows(target)
+        assert [row["number"] for row in actual] == list(range(1, 23))
+        for row, same in zip(actual, expected, strict=True):
             # Batch boundaries differ now, which changes the last digits.
             assert row["probabilities"] == pytest.approx(same["probabilities"], abs=1e-5)
             assert {**row, "probabilities": 0} == {**same, "probabilities": 0}
@@ -201,9 +201,9 @@ def test_a_file_finished_by_another_process_is_kept(format: str, tmp_path: Path)
     first, second, third = opened(), opened(), opened(overwrite=True)
     with first:
         first.write([PredictionRow(1, b"a.png", None, ("cat",), (1.0,))])
-        going_on = opened(resume=True)
+        resumed = opened(resume=True)
         first.finish()
-    for late in (second, going_on):
+    for late in (second, resumed):
         with pytest.raises(DataError, match="was written by another process in the meantime; rerun the command"), late:
             pass
         assert [row["path"] for row in read_rows(target)] == ["a.png"]
@@ -259,21 +259,21 @@ def killed(tmp_path: Path, rows: int, kills: int, suffix: str) -> list[dict[str,
         "5",
     ]
     # To a file: workers of a killed parent live some seconds longer, and would hold a pipe open.
-    with open(tmp_path / "said", "w+") as said:
-        code = subprocess.run([*command, *places], cwd=ROOT, stdout=said, stderr=said, timeout=600, check=False)
-        said.seek(0)
-        assert (code.returncode, said.read()) == (0, f"{kills}\n")
-    (tmp_path / "said").unlink()
-    found = read_rows(target)
-    assert [(row["number"], row["path"]) for row in found] == list(enumerate(places, start=1))
+    with open(tmp_path / "output", "w+") as output:
+        code = subprocess.run([*command, *places], cwd=ROOT, stdout=output, stderr=output, timeout=600, check=False)
+        output.seek(0)
+        assert (code.returncode, output.read()) == (0, f"{kills}\n")
+    (tmp_path / "output").unlink()
+    result = read_rows(target)
+    assert [(row["number"], row["path"]) for row in result] == list(enumerate(places, start=1))
     assert {path.name for path in tmp_path.iterdir()} == {"bundle", "images", target.name}
-    return found
+    return result
 
 
 def test_killed_three_times(tmp_path: Path) -> None:
-    found = killed(tmp_path, 300, 3, ".jsonl")
-    for row in found[25:]:
-        same = found[(row["number"] - 1) % 25]
+    result = killed(tmp_path, 300, 3, ".jsonl")
+    for row in result[25:]:
+        same = result[(row["number"] - 1) % 25]
         assert row["classes"] == same["classes"]
         assert row["probabilities"] == pytest.approx(same["probabilities"], abs=1e-5)
 

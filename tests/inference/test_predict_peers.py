@@ -45,8 +45,8 @@ def compare(bundle: Bundle, images: list[Path], expected: Tensor, output: Path) 
     worst = 0.0
     for row, probabilities in zip(rows, expected.softmax(dim=1), strict=True):
         assert row["classes"][0] == names[int(probabilities.argmax())]
-        found = dict(zip(row["classes"], row["probabilities"], strict=True))
-        worst = max(worst, *(abs(found[name] - float(p)) for name, p in zip(names, probabilities, strict=True)))
+        actual = dict(zip(row["classes"], row["probabilities"], strict=True))
+        worst = max(worst, *(abs(actual[name] - float(p)) for name, p in zip(names, probabilities, strict=True)))
     assert worst <= 1e-4
     assert len({row["classes"][0] for row in rows}) > 1, "equal predictions for all images prove little"
 
@@ -58,9 +58,9 @@ def through(peer: Any, transform: Any, images: list[Path]) -> Tensor:
 
 def test_timm(images: list[Path], tmp_path: Path) -> None:
     timm = import_peer("timm")
-    given = {"img_size": 32, "patch_size": 8, "embed_dim": 128, "depth": 2, "num_heads": 2, "num_classes": CLASSES}
-    peer = scramble(timm.create_model("vit_base_patch16_224", **given))
-    timm.models.save_for_hf(peer, tmp_path / "timm", model_args=given)
+    inputs = {"img_size": 32, "patch_size": 8, "embed_dim": 128, "depth": 2, "num_heads": 2, "num_classes": CLASSES}
+    peer = scramble(timm.create_model("vit_base_patch16_224", **inputs))
+    timm.models.save_for_hf(peer, tmp_path / "timm", model_args=inputs)
     config = timm.data.resolve_data_config({"input_size": (3, 32, 32)}, model=peer)
     transform = timm.data.create_transform(**config, is_training=False)
     compare(load(tmp_path / "timm"), images, through(peer, transform, images), tmp_path / "rows.jsonl")
@@ -94,7 +94,7 @@ def test_transformers(images: list[Path], tmp_path: Path) -> None:
     processor.save_pretrained(tmp_path / "hf")
     with torch.no_grad():
         inputs = [processor(Image.open(path).convert("RGB"), return_tensors="pt") for path in images]
-        expected = torch.cat([peer(**given).logits for given in inputs])
+        expected = torch.cat([peer(**arguments).logits for arguments in inputs])
     bundle = load(tmp_path / "hf")
     assert bundle.classes == tuple(labels.values())
     compare(bundle, images, expected, tmp_path / "rows.jsonl")

@@ -30,25 +30,25 @@ def bundle(**fields: Any) -> Bundle:
     return Bundle(ViT(ViTConfig(**{**size, "pool": "mean", **fields})), PRE)
 
 
-def accuracy(found: ProbeResult, method: str, setting: float | None = None) -> float:
-    rows = [row for row in found.rows if row.method == method and setting in (None, row.setting)]
+def accuracy(result: ProbeResult, method: str, setting: float | None = None) -> float:
+    rows = [row for row in result.rows if row.method == method and setting in (None, row.setting)]
     assert len(rows) == 1
     return rows[0].mean
 
 
 def test_a_random_model_on_the_digits() -> None:
-    found = vitrail.probe(bundle(), "digits", k=(1, 20), workers=0, device="cpu")
-    assert [(row.method, row.setting) for row in found.rows[:-1]] == [
+    result = vitrail.probe(bundle(), "digits", k=(1, 20), workers=0, device="cpu")
+    assert [(row.method, row.setting) for row in result.rows[:-1]] == [
         *(("fewshot", shots) for shots in (1, 5, 10, 25)),
         ("knn", 1),
         ("knn", 20),
     ]
-    assert (found.images, found.examples, found.split_origin, found.notes) == (359, 1259, "stratified", ())
+    assert (result.images, result.examples, result.split_origin, result.notes) == (359, 1259, "stratified", ())
     # Random features preserve much of a digit: well above the 10% of chance.
-    assert accuracy(found, "fewshot", 25) > max(0.25, accuracy(found, "fewshot", 1))
-    assert accuracy(found, "knn", 20) > 0.35
-    assert accuracy(found, "linear") > 0.45
-    assert all(len(row.accuracies) == (3 if row.method == "fewshot" else 1) for row in found.rows)
+    assert accuracy(result, "fewshot", 25) > max(0.25, accuracy(result, "fewshot", 1))
+    assert accuracy(result, "knn", 20) > 0.35
+    assert accuracy(result, "linear") > 0.45
+    assert all(len(row.accuracies) == (3 if row.method == "fewshot" else 1) for row in result.rows)
 
 
 @pytest.mark.slow
@@ -82,21 +82,21 @@ def test_rows_match_the_protocols() -> None:
         Features(features[split], labels[split], np.arange(60), ()) for split in (slice(0, 60), slice(60, 120))
     )
     collected = Collected(train, None, test, ("a", "b", "c", "d"), "given")
-    found = evaluate_features(collected, ProbePlan(shots=(3,), seeds=4, k=(5,)), device="cpu")
+    actual = evaluate_features(collected, ProbePlan(shots=(3,), seeds=4, k=(5,)), device="cpu")
     expected = []
     for seed in range(4):
         drawn = draw_examples(train.labels, 3, seed)
         fitted = fit_least_squares(torch.from_numpy(train.features[drawn]), torch.from_numpy(train.labels[drawn]), 4)
-        answers = fitted.scores(torch.from_numpy(test.features)).argmax(dim=1).numpy()
-        expected.append((answers == test.labels).mean())
-    row = found.rows[0]
+        predictions = fitted.scores(torch.from_numpy(test.features)).argmax(dim=1).numpy()
+        expected.append((predictions == test.labels).mean())
+    row = actual.rows[0]
     np.testing.assert_allclose(row.accuracies, expected)
     assert row.mean == pytest.approx(np.mean(expected))
     assert row.spread == pytest.approx(np.std(expected, ddof=1))
-    assert found.interval(row) is None
-    interval = found.interval(found.rows[1])
+    assert actual.interval(row) is None
+    interval = actual.interval(actual.rows[1])
     assert interval is not None
-    assert interval.low < found.rows[1].mean < interval.high
+    assert interval.low < actual.rows[1].mean < interval.high
     assert ProbeRow("fewshot", 1, (0.5,)).spread is None
 
 
@@ -108,11 +108,11 @@ def test_the_command(run: RunCommand) -> None:
     assert lines[0] == "359 test images and 1,259 train images of 10 classes, in random stratified splits."
     assert [line.split("  ")[0] for line in lines[2:]] == ["few-shot", "k-NN", "k-NN"]
     assert "±" in lines[2]
-    found = json.loads(run("probe", model, "digits", "--only", "fewshot", "--shots", "2", "--seeds", 2, "--json").out)
-    (row,) = found["probes"]
+    result = json.loads(run("probe", model, "digits", "--only", "fewshot", "--shots", "2", "--seeds", 2, "--json").out)
+    (row,) = result["probes"]
     assert (row["method"], row["shots"], len(row["accuracies"]), row["interval"]) == ("fewshot", 2, 2, None)
     assert f"{100 * row['accuracy']:.1f}%" in lines[2]
-    assert (found["images"], found["examples"], found["bad"]) == (359, 1259, [])
+    assert (result["images"], result["examples"], result["bad"]) == (359, 1259, [])
 
 
 def test_layers_have_different_features(run: RunCommand) -> None:
@@ -132,7 +132,7 @@ def test_few_images(run: RunCommand, photos: Path) -> None:
     assert "few-shot  5 shots" in done.out
     assert "few-shot  10 shots" not in done.out
     assert "25 shots are skipped: class 'cat' (and 1 more) has only 7 training images." in done.out
-    assert "K is 14 instead of 20, because there are no more training images." in done.out
+    assert "K is 14 instead of 20, because the data has no more training images." in done.out
     assert "1 more could not be read:" in done.out
     assert "bad.png" in done.out
 

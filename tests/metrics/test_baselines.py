@@ -28,8 +28,8 @@ def test_guessed_chess_pieces() -> None:
     right = [3, 3, 5, 5, 3, 3]
     matrix = np.diag(right) + np.roll(np.diag(np.subtract(images, right)), 1, axis=1)
     assert round(100 * np.trace(matrix) / matrix.sum(), 1) == 20.2
-    found = baselines(matrix)
-    assert (PIECES[found.majority_class], found.majority, found.chance) == ("Knight", 21 / 109, 1 / 6)
+    result = baselines(matrix)
+    assert (PIECES[result.majority_class], result.majority, result.chance) == ("Knight", 21 / 109, 1 / 6)
     warning = warnings(matrix)
     assert len(warning) == 1
     assert warning[0].startswith("no better than guessing: the 95% interval ")
@@ -62,12 +62,12 @@ def test_baselines_are_what_such_classifiers_reach(rows: list[list[int]]) -> Non
     matrix = np.array(rows)
     if not matrix.sum():
         return
-    found = baselines(matrix)
+    result = baselines(matrix)
     reached = [np.trace(guessed(matrix.sum(axis=1).tolist(), column)) / matrix.sum() for column in range(3)]
-    assert found.majority == pytest.approx(max(reached))
-    assert found.chance == pytest.approx(np.mean(reached))
+    assert result.majority == pytest.approx(max(reached))
+    assert result.chance == pytest.approx(np.mean(reached))
     low = wilson_interval(int(np.trace(matrix)), int(matrix.sum())).low
-    if low <= found.majority and (matrix.sum(axis=1) > 0).sum() > 1:
+    if low <= result.majority and (matrix.sum(axis=1) > 0).sum() > 1:
         assert warnings(matrix)
 
 

@@ -25,15 +25,15 @@ def test_as_a_loop_over_the_bins(case: tuple[int, int, int, int]) -> None:
     table = reliability(probabilities, labels, bins)
     edges = np.linspace(0, 1, bins + 1)
     rows = [(max(row), row.index(max(row)) == label) for row, label in zip(probabilities.tolist(), labels, strict=True)]
-    for number, found in enumerate(table):
+    for number, result in enumerate(table):
         inside = [(confidence, right) for confidence, right in rows if edges[number] < confidence <= edges[number + 1]]
-        assert (found.low, found.high, found.images) == (edges[number], edges[number + 1], len(inside))
+        assert (result.low, result.high, result.images) == (edges[number], edges[number + 1], len(inside))
         if inside:
             confidence, accuracy = (sum(column) / len(inside) for column in zip(*inside, strict=True))
-            assert (found.confidence, found.accuracy) == pytest.approx((confidence, accuracy))
+            assert (result.confidence, result.accuracy) == pytest.approx((confidence, accuracy))
             error += len(inside) / len(rows) * abs(accuracy - confidence)
         else:
-            assert (found.confidence, found.accuracy) == (None, None)
+            assert (result.confidence, result.accuracy) == (None, None)
     assert expected_calibration_error(table) == pytest.approx(error)
 
 

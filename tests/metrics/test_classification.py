@@ -69,7 +69,7 @@ def test_each_class_by_its_definition(case: tuple[int, int, int, bool]) -> None:
     probabilities, labels = drawn(*case)
     classes, predicted = probabilities.shape[1], probabilities.argmax(1).tolist()
     matrix = confusion_matrix(labels, np.array(predicted), classes)
-    scores, found = per_class(matrix), []
+    scores, result = per_class(matrix), []
     for number in range(classes):
         pairs = list(zip(labels.tolist(), predicted, strict=True))
         right = sum(t == p == number for t, p in pairs)
@@ -81,9 +81,9 @@ def test_each_class_by_its_definition(case: tuple[int, int, int, bool]) -> None:
         assert scores.recall[number] == pytest.approx(recall, nan_ok=True)
         assert scores.f1[number] == pytest.approx(f1 if taken or own else math.nan, nan_ok=True)
         if own:
-            found.append((recall, f1))
-    assert balanced_accuracy(matrix) == pytest.approx(sum(recall for recall, _ in found) / len(found))
-    assert macro_f1(matrix) == pytest.approx(sum(f1 for _, f1 in found) / len(found))
+            result.append((recall, f1))
+    assert balanced_accuracy(matrix) == pytest.approx(sum(recall for recall, _ in result) / len(result))
+    assert macro_f1(matrix) == pytest.approx(sum(f1 for _, f1 in result) / len(result))
 
 
 def test_values_worked_out_by_hand() -> None:

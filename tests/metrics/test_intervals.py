@@ -19,9 +19,9 @@ PROPERTY = settings(derandomize=True, deadline=None, max_examples=60)
 def test_wilson_is_scipys(images: int, fraction: float, level: float) -> None:
     right = round(fraction * images)
     expected = scipy.stats.binomtest(right, images).proportion_ci(level, method="wilson")
-    found = wilson_interval(right, images, level)
-    assert found == pytest.approx((expected.low, expected.high), abs=1e-12)
-    assert 0 <= found.low <= right / images <= found.high <= 1
+    actual = wilson_interval(right, images, level)
+    assert actual == pytest.approx((expected.low, expected.high), abs=1e-12)
+    assert 0 <= actual.low <= right / images <= actual.high <= 1
 
 
 def test_wilson_at_the_ends() -> None:
@@ -33,19 +33,19 @@ def test_wilson_at_the_ends() -> None:
 @PROPERTY
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50), st.integers(0, 99))
 def test_the_interval_contains_the_mean(values: list[float], seed: int) -> None:
-    found = bootstrap_mean(np.array(values), seed=seed, resamples=200)
-    assert found.low <= np.mean(values) <= found.high
-    assert found == bootstrap_mean(np.array(values), seed=seed, resamples=200)
-    assert min(values) - 1e-6 <= found.low
-    assert found.high <= max(values) + 1e-6
+    result = bootstrap_mean(np.array(values), seed=seed, resamples=200)
+    assert result.low <= np.mean(values) <= result.high
+    assert result == bootstrap_mean(np.array(values), seed=seed, resamples=200)
+    assert min(values) - 1e-6 <= result.low
+    assert result.high <= max(values) + 1e-6
 
 
 def test_the_mean_of_many_has_the_normal_interval() -> None:
     values = np.random.default_rng(0).normal(5, 2, 2000)
     half = 1.96 * values.std() / 2000**0.5
-    found = bootstrap_mean(values, resamples=4000)
-    assert found == pytest.approx((values.mean() - half, values.mean() + half), abs=0.07 * half)
-    assert found != bootstrap_mean(values, resamples=4000, seed=1)
+    result = bootstrap_mean(values, resamples=4000)
+    assert result == pytest.approx((values.mean() - half, values.mean() + half), abs=0.07 * half)
+    assert result != bootstrap_mean(values, resamples=4000, seed=1)
 
 
 def test_drawing_in_chunks_changes_nothing_but_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,8 +65,8 @@ def test_bootstrap_scores_match_resampled_images() -> None:
         again = rng.integers(0, 600, 600)
         matrix_again = confusion_matrix(labels[again], predicted[again], 4)
         drawn.append([balanced_accuracy(matrix_again), macro_f1(matrix_again)])
-    found = bootstrap_scores(matrix, resamples=4000)
-    for interval, plain in zip(found, np.quantile(drawn, [0.025, 0.975], axis=0).T, strict=True):
+    result = bootstrap_scores(matrix, resamples=4000)
+    for interval, plain in zip(result, np.quantile(drawn, [0.025, 0.975], axis=0).T, strict=True):
         assert interval == pytest.approx(tuple(plain), abs=0.01)
 
 
@@ -117,10 +117,10 @@ def test_macro_f1_of_each_resample(seed: int, images: int, classes: int) -> None
         expected.append(macro_f1(full))
     counts = intervals._counts_of_each(cells, true, predicted, classes)
     assert intervals._macro_f1_of_each(counts).tolist() == pytest.approx(expected)
-    found = bootstrap_scores(matrix, seed=seed, resamples=100)
-    for interval, score in zip(found, (balanced_accuracy(matrix), macro_f1(matrix)), strict=True):
+    actual = bootstrap_scores(matrix, seed=seed, resamples=100)
+    for interval, score in zip(actual, (balanced_accuracy(matrix), macro_f1(matrix)), strict=True):
         assert 0 <= interval.low <= score <= interval.high <= 1
-    assert found == bootstrap_scores(matrix, seed=seed, resamples=100)
+    assert actual == bootstrap_scores(matrix, seed=seed, resamples=100)
 
 
 def test_invalid_arguments() -> None:

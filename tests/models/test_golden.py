@@ -12,5 +12,5 @@ def test_contract(name: str) -> None:
 
 
 def test_golden_logits() -> None:
-    found, expected = (json.loads(text) for text in (logits(), (HERE / "logits.json").read_text(encoding="utf-8")))
-    assert found == pytest.approx(expected, rel=1e-4)
+    actual, expected = (json.loads(text) for text in (logits(), (HERE / "logits.json").read_text(encoding="utf-8")))
+    assert actual == pytest.approx(expected, rel=1e-4)

@@ -33,8 +33,8 @@ def test_the_same_outputs_as_on_the_cpu(kind: str) -> None:
     model, x = scramble(ViT(ViTConfig(**{**TINY, **BASIC_KINDS[kind]}))), torch.randn(4, 3, 16, 32)
     with torch.no_grad():
         expected = model(x)
-        found = model.cuda()(x.cuda())
-    assert torch.allclose(found.cpu(), expected, atol=1e-4)
+        actual = model.cuda()(x.cuda())
+    assert torch.allclose(actual.cpu(), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", BASIC_KINDS)

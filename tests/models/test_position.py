@@ -54,12 +54,12 @@ def test_rope_makes_attention_depend_on_the_step_between_patches() -> None:
 def test_relative_term_is_attention_to_the_offsets(token: Any) -> None:
     config = ViTConfig(**TINY, position="relative", registers=1, class_token=token)
     query, table = torch.randn(2, 3, config.tokens, 8), torch.randn(2 * 15 - 1, 8)
-    found = relative_term(query, table, relative_offsets(config))
+    actual = relative_term(query, table, relative_offsets(config))
     patches = range(config.tokens)[config.layout.patches]
     for i in range(config.tokens):
         for j in range(config.tokens):
             expected = query[:, :, i] @ table[i - j + 14] if i in patches and j in patches else torch.zeros(2, 3)
-            assert torch.allclose(found[:, :, i, j], expected, atol=1e-5)
+            assert torch.allclose(actual[:, :, i, j], expected, atol=1e-5)
 
 
 def test_relative_attention_is_the_papers() -> None:
@@ -71,14 +71,14 @@ def test_relative_attention_is_the_papers() -> None:
     weights = model.trace(torch.randn(1, 3, 12, 20), attention=(0,)).attention[0]
     assert weights.shape == (1, 3, 15, 15)
     _, places = model.embed(torch.zeros(1, 3, 12, 20))
-    _, found = attention.traced(x, places)
+    _, result = attention.traced(x, places)
     query, key, _ = attention.qkv(x).reshape(1, 15, 3, 3, 8).permute(2, 0, 3, 1, 4)
     logits = torch.zeros(1, 3, 15, 15)
     for i in range(15):
         for j in range(15):
             r = attention.rel_pos[i - j + 14]
             logits[:, :, i, j] = (query[:, :, i] * (key[:, :, j] + r)).sum(-1) / math.sqrt(8)
-    assert torch.allclose(found, logits.softmax(-1), atol=1e-5)
+    assert torch.allclose(result, logits.softmax(-1), atol=1e-5)
 
 
 @pytest.mark.parametrize("position", ["learned_1d", "learned_2d", "sincos_2d"])

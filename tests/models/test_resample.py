@@ -19,8 +19,8 @@ GRIDS = [((14, 14), (24, 24)), ((14, 14), (7, 7)), ((14, 14), (7, 28)), ((7, 5),
 def test_google_is_scipys_zoom(old: tuple[int, int], new: tuple[int, int]) -> None:
     table = np.random.default_rng(0).normal(size=(*old, 6))
     expected = scipy.ndimage.zoom(table, (new[0] / old[0], new[1] / old[1], 1), order=1)
-    found = resample_grid(torch.from_numpy(table).float().reshape(1, -1, 6), old, new, "google")
-    assert np.abs(found.numpy().reshape(*new, 6) - expected).max() <= 1e-6
+    actual = resample_grid(torch.from_numpy(table).float().reshape(1, -1, 6), old, new, "google")
+    assert np.abs(actual.numpy().reshape(*new, 6) - expected).max() <= 1e-6
 
 
 @pytest.mark.parametrize(("old", "new"), GRIDS)
@@ -36,8 +36,8 @@ def test_torchvision() -> None:
     function = import_peer("torchvision.models.vision_transformer").interpolate_embeddings
     table = torch.randn(1, 1 + 14 * 14, 6)
     state = function(384, 16, {"encoder.pos_embedding": table})
-    found = resample_grid(table[:, 1:], (14, 14), (24, 24), "torchvision")
-    assert torch.allclose(found, state["encoder.pos_embedding"][:, 1:], atol=1e-6)
+    result = resample_grid(table[:, 1:], (14, 14), (24, 24), "torchvision")
+    assert torch.allclose(result, state["encoder.pos_embedding"][:, 1:], atol=1e-6)
 
 
 def test_transformers() -> None:
@@ -51,8 +51,8 @@ def test_transformers() -> None:
         new = (7, 27)
     else:
         new = (7, 28)
-    found = resample_grid(peer.position_embeddings[:, 1:], (14, 14), new, "transformers")
-    assert torch.allclose(found, expected[:, 1:], atol=1e-6)
+    actual = resample_grid(peer.position_embeddings[:, 1:], (14, 14), new, "transformers")
+    assert torch.allclose(actual, expected[:, 1:], atol=1e-6)
 
 
 @pytest.mark.parametrize("new", [(16, 16), (37, 37), (10, 20)])
@@ -79,8 +79,8 @@ def test_dinov2(new: tuple[int, int]) -> None:
 
     grid = table.reshape(14, 14, 3)
     expected = torch.einsum("ri,cj,ijd->rcd", weights(new[0]), weights(new[1]), grid).reshape(1, -1, 3)
-    found = resample_grid(table.float(), (14, 14), new, "dinov2")
-    assert torch.allclose(found, expected.float(), atol=1e-4)
+    actual = resample_grid(table.float(), (14, 14), new, "dinov2")
+    assert torch.allclose(actual, expected.float(), atol=1e-4)
 
 
 @pytest.mark.parametrize("size", [(8, 8), (16, 16), (32, 24), (14, 14)])
@@ -107,10 +107,10 @@ def test_relative_offsets_keep_the_direction_of_a_step() -> None:
         down = (offset / grid[1]).round()
         return torch.stack([down / grid[0], (offset - down * grid[1]) / grid[1]], dim=1)
 
-    found = resample_offsets(steps(old), old, new)
+    result = resample_offsets(steps(old), old, new)
     inner = steps(new).abs().amax(dim=1) < 0.4  # near the ends an offset is ambiguous
     assert inner.sum() > 50
-    assert torch.allclose(found[inner], steps(new)[inner], atol=1e-6)
+    assert torch.allclose(result[inner], steps(new)[inner], atol=1e-6)
 
 
 def test_a_resized_model_equals_timms() -> None:

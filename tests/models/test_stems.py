@@ -105,11 +105,11 @@ def test_stages_list_the_tensors_of_the_stem(options: dict[str, Any], expected: 
     """Only tensors that the model computes are listed, with their real shapes."""
     config = ViTConfig(image_size=(32, 64), patch_size=8, width=48, depth=1, heads=3, classes=2, **options)
     model = ViT(config).eval()
-    found = stages(model, torch.zeros(1, 3, 32, 64))
-    inside = {stage.name: stage.shape[1:] for stage in found[1:-6]}
+    actual = stages(model, torch.zeros(1, 3, 32, 64))
+    inside = {stage.name: stage.shape[1:] for stage in actual[1:-6]}
     assert inside == expected
-    assert found[0].shape == (1, 3, 32, 64)
-    assert (found[-6].name, found[-6].shape) == ("patch embeddings", (1, 32, 48))
+    assert actual[0].shape == (1, 3, 32, 64)
+    assert (actual[-6].name, actual[-6].shape) == ("patch embeddings", (1, 32, 48))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 

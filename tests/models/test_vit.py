@@ -263,8 +263,8 @@ def test_autocast_bf16_is_near_float32() -> None:
     with torch.no_grad():
         expected = model(x)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            found = model(x)
-    assert (found.float() - expected).abs().max() < 0.05 * expected.abs().max()
+            actual = model(x)
+    assert (actual.float() - expected).abs().max() < 0.05 * expected.abs().max()
 
 
 @pytest.mark.parametrize("position", ["learned_1d", "sincos_2d", "rope_2d", "relative", "learned_2d"])
@@ -315,8 +315,8 @@ def test_patch_dropout_keeps_special_tokens_and_positions() -> None:
         hidden = torch.full((2, 1, 17, 17), float("-inf"))
         for b in range(2):
             hidden[b, :, :, places.kept[b]] = 0
-        found = masked_block(model, whole, hidden)
-        assert torch.allclose(short, found.gather(1, places.kept[..., None].expand(-1, -1, 24)), atol=1e-5)
+        result = masked_block(model, whole, hidden)
+        assert torch.allclose(short, result.gather(1, places.kept[..., None].expand(-1, -1, 24)), atol=1e-5)
 
 
 def masked_block(model: ViT, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

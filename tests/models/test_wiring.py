@@ -63,18 +63,18 @@ def test_each_head_reads_its_own_token(token: Any) -> None:
 @pytest.mark.parametrize("over", ["patches", "all"])
 def test_mean_pooling_follows_pool_over(token: Any, over: Any) -> None:
     model = tiny(class_token=token, registers=2, pool="mean", pool_over=over)
-    found = model.features(images())
-    chosen = found.tokens[:, model.config.layout.patches] if over == "patches" else found.tokens
-    assert torch.allclose(found.pooled, chosen.mean(1), atol=1e-6)
+    result = model.features(images())
+    chosen = result.tokens[:, model.config.layout.patches] if over == "patches" else result.tokens
+    assert torch.allclose(result.pooled, chosen.mean(1), atol=1e-6)
 
 
 @pytest.mark.parametrize("over", ["patches", "all"])
 def test_map_pooling_can_be_traced(over: Any) -> None:
     model = tiny(class_token="last", registers=2, pool="map", pool_over=over)
-    found = model.trace(images())
-    assert found.pooling is not None
-    assert found.pooling.shape == (4, 3, 15 if over == "patches" else 18)
-    assert torch.allclose(found.pooling.sum(-1), torch.ones(()), atol=1e-5)
+    result = model.trace(images())
+    assert result.pooling is not None
+    assert result.pooling.shape == (4, 3, 15 if over == "patches" else 18)
+    assert torch.allclose(result.pooling.sum(-1), torch.ones(()), atol=1e-5)
     assert tiny().trace(images()).pooling is None
     pool = model.attn_pool
     assert pool is not None
@@ -199,9 +199,9 @@ def test_functional_calls(position: Any) -> None:
     """Per-sample gradients and ensembles call a model with other weights."""
     model, x = tiny(position=position), images()
     weights = {name: 0.5 * p.detach() for name, p in model.named_parameters()}
-    found = torch.func.functional_call(model, weights, (x,))
+    result = torch.func.functional_call(model, weights, (x,))
     model.load_state_dict(weights, strict=False)
-    assert torch.allclose(found, model(x), atol=1e-6)
+    assert torch.allclose(result, model(x), atol=1e-6)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu"])
@@ -284,5 +284,5 @@ def test_googles_hybrid_against_a_plain_reference() -> None:
         y = norm(conv(y, f"{unit}.conv1"), f"{unit}.norm1").relu()
         y = norm(conv(y, f"{unit}.conv2", stride), f"{unit}.norm2").relu()
         y = (norm(conv(y, f"{unit}.conv3"), f"{unit}.norm3") + shortcut).relu()
-    found = backbone(x)
-    assert (found - y).abs().max() <= 1e-4 * y.abs().max()
+    result = backbone(x)
+    assert (result - y).abs().max() <= 1e-4 * y.abs().max()

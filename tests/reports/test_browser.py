@@ -16,8 +16,8 @@ PHONE, DESKTOP = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with chromium() as found:
-        yield found
+    with chromium() as result:
+        yield result
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +68,9 @@ def test_the_page_is_complete_and_makes_no_requests(opened: Opened) -> None:
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page scrolls sideways"
     assert page.evaluate("document.querySelectorAll('svg.chart').length") >= 4
     assert opened.complaints == []
-    asked = [url for url in opened.requests if not url.startswith("data:")]
-    assert len(asked) == 1, "only the file itself"
-    assert asked[0].startswith("file:")
+    external = [url for url in opened.requests if not url.startswith("data:")]
+    assert len(external) == 1, "only the file itself"
+    assert external[0].startswith("file:")
 
 
 @pytest.mark.parametrize("opened", [("one", DESKTOP, "light")], indirect=True)
@@ -86,20 +86,20 @@ def test_tables_are_sorted_by_mouse_and_keyboard(opened: Opened) -> None:
     page = opened.page
 
     def column(number: int) -> list[str]:
-        found: list[str] = page.locator(f"#classes tbody tr > :nth-child({number})").all_inner_texts()
-        return found
+        results: list[str] = page.locator(f"#classes tbody tr > :nth-child({number})").all_inner_texts()
+        return results
 
     def direction() -> Any:
         return page.locator("#classes th", has=recall).get_attribute("aria-sort")
 
     recall = page.get_by_role("button", name="Recall", exact=True)
     recall.click()
-    found = [float(text.rstrip("%")) for text in column(3)]
-    assert found == sorted(found, reverse=True)
+    results = [float(text.rstrip("%")) for text in column(3)]
+    assert results == sorted(results, reverse=True)
     assert direction() == "descending"
     recall.press("Enter")
-    found = [float(text.rstrip("%")) for text in column(3)]
-    assert found == sorted(found)
+    results = [float(text.rstrip("%")) for text in column(3)]
+    assert results == sorted(results)
     assert direction() == "ascending"
     page.keyboard.press("Shift+Tab")
     page.keyboard.press("Space")
@@ -182,6 +182,6 @@ CONTRASTS = """() => {
 
 @pytest.mark.parametrize("opened", [("one", DESKTOP, scheme) for scheme in ("light", "dark")], indirect=True)
 def test_the_confusion_matrix_has_enough_contrast(opened: Opened) -> None:
-    found = opened.page.evaluate(CONTRASTS)
-    assert len(found) >= len(CLASSES)
-    assert min(found) >= 4.5
+    result = opened.page.evaluate(CONTRASTS)
+    assert len(result) >= len(CLASSES)
+    assert min(result) >= 4.5

@@ -115,7 +115,7 @@ def test_a_mistake_shows_the_stored_image_and_the_model_input(tmp_path: Path) ->
     ]
     (run.folder / "result.json").write_text(json.dumps(result))
     html = section(Page(report(run.folder)), "mistakes")
-    sources = re.findall(r'<div class="whole"><img src="data:image/jpeg;base64,([^"]+)"', html)
+    sources = re.findall(r'<div class="original"><img src="data:image/jpeg;base64,([^"]+)"', html)
     assert sources
     for source in sources:
         with Image.open(io.BytesIO(base64.b64decode(source))) as image:
@@ -141,8 +141,8 @@ def test_the_floor_of_a_smoothed_loss_is_a_perfect_models_loss() -> None:
     import torch
 
     objective = Objective(label_smoothing=0.1)
-    wanted = targets(torch.tensor([3]), 10, objective)
-    assert float(loss(wanted.log(), wanted, objective)) == pytest.approx(_floor(0.1, 10), abs=1e-5)
+    expected = targets(torch.tensor([3]), 10, objective)
+    assert float(loss(expected.log(), expected, objective)) == pytest.approx(_floor(0.1, 10), abs=1e-5)
     assert math.isclose(_floor(0.1, 10), 0.5003, abs_tol=1e-3)
 
 

@@ -48,9 +48,9 @@ def test_the_content_security_policy(page: Page) -> None:
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
     for tag in ("script", "style"):
-        found = re.findall(rf"<{tag}>(.*?)</{tag}>", page.html, re.DOTALL)
-        assert len(found) == 1
-        digest = base64.b64encode(hashlib.sha256(found[0].encode()).digest()).decode()
+        result = re.findall(rf"<{tag}>(.*?)</{tag}>", page.html, re.DOTALL)
+        assert len(result) == 1
+        digest = base64.b64encode(hashlib.sha256(result[0].encode()).digest()).decode()
         assert f"{tag}-src 'sha256-{digest}'" in policy
     # The policy would block these and log to the console.
     assert not [attributes for _, attributes in page.elements if "style" in attributes]
@@ -158,7 +158,7 @@ def test_each_mistake_has_its_image_and_a_map(page: Page, run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "missing",
     [
         {
             "check.json": ("data", "check.json is missing"),
@@ -170,15 +170,15 @@ def test_each_mistake_has_its_image_and_a_map(page: Page, run: Path) -> None:
         {"origin.json": ("inside", "does not record its path")},
         {"result.json": ("", "Not finished: step 16")},
     ],
-    ids=lambda said: "+".join(said),
+    ids=lambda missing: "+".join(missing),
 )
-def test_missing_files_are_reported_in_place(copy: Path, said: dict[str, tuple[str, str]]) -> None:
-    for file in said:
+def test_missing_files_are_reported_in_place(copy: Path, missing: dict[str, tuple[str, str]]) -> None:
+    for file in missing:
         (copy / file).unlink()
     page = Page(report(copy))
-    for section, words in said.values():
+    for section, words in missing.values():
         assert words in " ".join(page.sections[section].split())
-    if "result.json" in said:
+    if "result.json" in missing:
         assert "So far the checkpoint of step" in page.sections["result"]
         assert "it has not been evaluated on held-out images yet" in page.sections["confusion"]
 
@@ -206,7 +206,7 @@ def test_missing_or_changed_data_is_reported(copy: Path, tmp_path: Path) -> None
     (copy / "origin.json").write_text(json.dumps({**origin, "data": str(tmp_path / "moved.csv")}))
     gone = Page(report(copy))
     assert "The images cannot be shown" in gone.sections["mistakes"]
-    assert "predicted as" in gone.sections["mistakes"], "what is known of the mistakes is still told"
+    assert "predicted as" in gone.sections["mistakes"], "what is known of the mistakes is still reported"
     (copy / "origin.json").write_text(json.dumps(origin))
     result = json.loads((copy / "result.json").read_text())
     result["worst"][0]["name"] = "somewhere/else.png"
@@ -281,9 +281,9 @@ def test_right_to_left_names_are_isolated(bare: Path) -> None:
 
 def test_a_class_has_its_interval_and_most_frequent_confusion(bare: Path) -> None:
     matrix = np.array([[20, 10, 0], [0, 10, 0], [2, 0, 3]])
-    labels, answers = (np.repeat(places, matrix.flatten()) for places in np.indices(matrix.shape).reshape(2, -1))
+    labels, predictions = (np.repeat(places, matrix.flatten()) for places in np.indices(matrix.shape).reshape(2, -1))
     source = Arrays(np.zeros((len(labels), 2, 2), np.uint8), labels, ("a", "b", "c"))
-    probabilities = np.eye(3, dtype=np.float32)[answers] * 0.7 + 0.1
+    probabilities = np.eye(3, dtype=np.float32)[predictions] * 0.7 + 0.1
     measured = evaluate_predictions(Predictions(probabilities, labels, np.arange(len(labels))), source)
     (bare / "result.json").write_text(json.dumps(measured.as_dict()))
     html = Page(report(bare)).html.partition('<section id="classes"')[2].partition("</section>")[0]
@@ -447,9 +447,9 @@ def test_small_differences_have_no_sign() -> None:
 
 def test_images_are_spread_over_the_data() -> None:
     source = Arrays(np.zeros((200, 2, 2), np.uint8), np.zeros(200, np.int64), ("a",))
-    found = RunArtifacts(None, None, "", source, "").some(128)
-    assert len(found) == len({item.name for item in found}) == 128
-    assert found[-1].name == os.fsencode(source.name(199))
+    result = RunArtifacts(None, None, "", source, "").some(128)
+    assert len(result) == len({item.name for item in result}) == 128
+    assert result[-1].name == os.fsencode(source.name(199))
 
 
 def test_training_writes_the_report_and_survives_its_failure(
@@ -470,9 +470,9 @@ def test_training_writes_the_report_and_survives_its_failure(
 def test_any_error_becomes_a_message(copy: Path) -> None:
     shutil.rmtree(copy / "best")
     (copy / "recipe.toml").unlink()
-    path, said = report_of_finished(copy)
+    path, message = report_of_finished(copy)
     assert path is None
-    assert said.startswith("the report was not written:")
+    assert message.startswith("the report was not written:")
 
 
 def test_a_rejected_candidate_explains_its_missing_result(copy: Path) -> None:

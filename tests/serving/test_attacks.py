@@ -43,10 +43,10 @@ class Client:
         """Send a request and return the status."""
         head = b"Content-Type: image/png\r\nContent-Length: %d\r\n" % len(body) if body else b""
         self.socket.sendall(line + b" HTTP/1.1\r\n" + self.host_line + head + b"\r\n" + body)
-        said = b""
-        while b"\r\n\r\n" not in said:
-            said += self._more()
-        head, _, rest = said.partition(b"\r\n\r\n")
+        output = b""
+        while b"\r\n\r\n" not in output:
+            output += self._more()
+        head, _, rest = output.partition(b"\r\n\r\n")
         length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
         while len(rest) < length:
             rest += self._more()
@@ -105,12 +105,12 @@ def limit(url: str) -> float:
 
 def memory(process: int) -> int:
     """Return the memory of a process and its children in megabytes."""
-    found = 0
+    result = 0
     for one in (process, *map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())):
         with suppress(OSError):
             pages = int(Path(f"/proc/{one}/statm").read_text().split()[1])
-            found += pages * os.sysconf("SC_PAGE_SIZE") // 2**20
-    return found
+            result += pages * os.sysconf("SC_PAGE_SIZE") // 2**20
+    return result
 
 
 # ── images ──
@@ -125,8 +125,8 @@ def test_small_jpegs_with_thousands_of_scans(running: Running) -> None:
         def attack(over: threading.Event) -> None:
             with httpx.Client(base_url=running.url, timeout=60) as client:
                 while not over.is_set():
-                    answer = client.post("/v1/predict", content=content, headers={"content-type": "image/jpeg"})
-                    outcomes[answer.status_code] += 1
+                    response = client.post("/v1/predict", content=content, headers={"content-type": "image/jpeg"})
+                    outcomes[response.status_code] += 1
                     time.sleep(0.05)
 
         return attack
@@ -185,8 +185,8 @@ def test_endless_explanations(running: Running) -> None:
     def explain(over: threading.Event) -> None:
         with httpx.Client(base_url=running.url, timeout=60) as client:
             while not over.is_set():
-                answer = client.post("/v1/explain", files=[("image", TINY)] * 16)
-                outcomes[answer.status_code] += 1
+                response = client.post("/v1/explain", files=[("image", TINY)] * 16)
+                outcomes[response.status_code] += 1
 
     with attacked(*[explain] * 8):
         taken = good(running.url)

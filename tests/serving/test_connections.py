@@ -35,21 +35,21 @@ class Fake:
 
 
 def test_the_longest_idle_connection_is_closed() -> None:
-    found = Connections(3, 2, Counters())
+    result = Connections(3, 2, Counters())
     first, second, third, fourth = (Fake() for _ in range(4))
-    assert found.admit(first, "a")
-    assert found.admit(second, "a")
-    found.work(first)
-    assert found.admit(third, "a")  # limit of two per client: its idle one is closed
+    assert result.admit(first, "a")
+    assert result.admit(second, "a")
+    result.work(first)
+    assert result.admit(third, "a")  # limit of two per client: its idle one is closed
     assert [one.gone for one in (first, second, third)] == [False, True, False]
-    found.work(third)
-    assert not found.admit(fourth, "a")  # both are active
-    assert found.admit(fourth, "b")
-    found.work(fourth)
-    assert not found.admit(Fake(), "c")  # all three are active
-    found.release(first)
-    found.release(first)
-    assert found.admit(Fake(), "c")
+    result.work(third)
+    assert not result.admit(fourth, "a")  # both are active
+    assert result.admit(fourth, "b")
+    result.work(fourth)
+    assert not result.admit(Fake(), "c")  # all three are active
+    result.release(first)
+    result.release(first)
+    assert result.admit(Fake(), "c")
 
 
 def test_an_ipv6_network_is_one_client() -> None:
@@ -61,12 +61,12 @@ def test_an_ipv6_network_is_one_client() -> None:
 def test_repeated_messages_are_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(connections, "monotonic", lambda: now[0])
-    told = RateLimitedLog()
-    assert told.due("x") == 0
-    assert [told.due("x") for _ in range(1000)] == [None] * 1000
-    assert told.due("y") == 0
+    log = RateLimitedLog()
+    assert log.due("x") == 0
+    assert [log.due("x") for _ in range(1000)] == [None] * 1000
+    assert log.due("y") == 0
     now[0] += 11
-    assert told.due("x") == 1000
+    assert log.due("x") == 1000
     record = logging.LogRecord("uvicorn", logging.WARNING, "", 0, "only here", (), None)
     assert [RateLimitFilter().filter(record) for _ in range(3)] == [True, False, False]
 
@@ -78,9 +78,9 @@ def test_endless_headers_time_out(running: Running) -> None:
     wait_until(lambda: b"alive" in again.recv(65_536, socket.MSG_PEEK))
     assert again.recv(65_536).startswith(b"HTTP/1.1 200")
     again.sendall(b"GET /heal")  # the next headers on a keep-alive connection
-    answer = read_all(slow)
-    assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
-    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"].endswith("did not arrive within 1 s")
+    response = read_all(slow)
+    assert response.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+    assert json.loads(response.partition(b"\r\n\r\n")[2])["error"].endswith("did not arrive within 1 s")
     assert read_all(silent) == b""
     assert read_all(again).startswith(b"HTTP/1.1 408")
     assert 0.5 < time.monotonic() - begun < 10
@@ -92,10 +92,10 @@ def test_too_many_connections_get_503_at_once(running: Running) -> None:
     assert all(
         connection.recv(65_536).startswith(b"HTTP/1.1 100 ") for connection in uploading
     )  # their headers are read
-    answer = read_all(connect(running, b"GET /healthz HTTP/1.1\r\nHost: HOST\r\n\r\n"))
-    assert answer.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
-    assert b"\r\nretry-after: 1\r\n" in answer
-    assert b"too many connections" in answer
+    response = read_all(connect(running, b"GET /healthz HTTP/1.1\r\nHost: HOST\r\n\r\n"))
+    assert response.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+    assert b"\r\nretry-after: 1\r\n" in response
+    assert b"too many connections" in response
     assert all(b" 408 " in read_all(connection) for connection in uploading)  # the body did not arrive
     assert httpx.get(f"{running.url}/healthz").status_code == 200
 
@@ -147,21 +147,21 @@ def test_a_body_in_one_byte_chunks_is_complete(running: Running) -> None:
     head = b"POST /v1/predict HTTP/1.1\r\nHost: HOST\r\nContent-Type: image/png\r\nTransfer-Encoding: chunked\r\n"
     connection = connect(running, head + b"\r\n" + chunks + b"0\r\n\r\n" + b"GET /healthz HTTP/1.1\r\nHost: HOST\r\n")
     connection.sendall(b"connection: close\r\n\r\n")
-    answer = read_all(connection)
-    assert answer.count(b"HTTP/1.1 200 OK") == 2  # and the pipelined request
-    assert b'"classes"' in answer
+    response = read_all(connection)
+    assert response.count(b"HTTP/1.1 200 OK") == 2  # and the pipelined request
+    assert b'"classes"' in response
 
 
 def test_file_descriptors_are_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     resource = pytest.importorskip("resource")
-    asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: asked.append(pair))
+    calls: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: calls.append(pair))
     used = 40
     monkeypatch.setattr(os, "listdir", lambda _: ["x"] * used)
     for soft, hard, room in ((1024, 4096, 512), (256, 4096, 512), (256, 256, 256 - used - connections.RESERVED)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, pair=(soft, hard): pair)
         assert connections.connection_limit(512) == room
-    assert asked == [(512 + used + connections.RESERVED, 4096), (256, 256)]
+    assert calls == [(512 + used + connections.RESERVED, 4096), (256, 256)]
 
 
 def test_the_log_has_no_internal_errors(running: Running) -> None:

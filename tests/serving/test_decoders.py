@@ -10,7 +10,7 @@ import httpx
 import pytest
 from tests.support.hostile_images import jpeg_of_scans, png_of_zeros
 from tests.support.live_server import image, save_tiny
-from tests.support.service_in_process import PNG, asked, settings_for
+from tests.support.service_in_process import PNG, settings_for, with_client
 
 import vitrail.serving.decoders
 from vitrail import Preprocess
@@ -49,7 +49,7 @@ def test_clients_and_their_requests_take_turns() -> None:
     turns.add("greedy", 2, "b1")
     turns.add("modest", 3, "c1")
     taken = [turns.take(lambda _: True) for _ in range(6)]
-    assert [found and found[1] for found in taken] == ["a1", "c1", "b1", "a2", "a3", None]
+    assert [result and result[1] for result in taken] == ["a1", "c1", "b1", "a2", "a3", None]
     turns.add("greedy", 1, "x")
     assert turns.take(lambda client: client != "greedy") is None
     assert list(turns) == ["x"]
@@ -111,9 +111,9 @@ def test_the_working_directory_is_not_imported(tmp_path: Path, monkeypatch: pyte
 def test_headers_of_a_request_are_parsed_with_yields(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds, seen = 0, []
 
-    def checked(*given: object) -> object:
+    def checked(*arguments: object) -> object:
         seen.append(rounds)
-        return check_upload(*given)
+        return check_upload(*arguments)
 
     monkeypatch.setattr(vitrail.serving.decoders, "check_upload", checked)
 
@@ -174,7 +174,7 @@ def test_a_large_request_leaves_slots_for_others(bundle: Path) -> None:
                 slot.leave()
         assert (await client.get("/readyz")).status_code == 200
 
-    asked(settings_for(bundle, queue=8), ask)
+    with_client(settings_for(bundle, queue=8), ask)
 
 
 def test_readiness_reports_a_backed_up_queue(bundle: Path) -> None:
@@ -183,12 +183,12 @@ def test_readiness_reports_a_backed_up_queue(bundle: Path) -> None:
         await decoders.start()
         os.kill(decoders._idle[0].process.pid, 19)
         both = [asyncio.create_task(client.post("/v1/predict", content=image(), headers=PNG)) for _ in range(2)]
-        while (answer := await client.get("/readyz")).status_code == 200 and not all(one.done() for one in both):
+        while (response := await client.get("/readyz")).status_code == 200 and not all(one.done() for one in both):
             await asyncio.sleep(0.02)
-        assert answer.status_code == 503
-        assert "have been waiting" in answer.json()["error"]
-        assert answer.headers["retry-after"] == "1"
+        assert response.status_code == 503
+        assert "have been waiting" in response.json()["error"]
+        assert response.headers["retry-after"] == "1"
         assert {(await one).status_code for one in both} == {504}
         assert (await client.get("/readyz")).status_code == 200
 
-    asked(settings_for(bundle, decoders=1, deadline=2), ask)
+    with_client(settings_for(bundle, decoders=1, deadline=2), ask)

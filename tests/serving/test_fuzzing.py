@@ -56,11 +56,11 @@ def test_the_openapi_document_lists_every_route(tmp_path: Path) -> None:
 def test_fuzzing_the_openapi_document(running: Running) -> None:
     """Valid and invalid requests get a documented response, never a 5xx."""
     schema = schemathesis.openapi.from_url(f"{running.url}/openapi.json")
-    asked: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
 
     for operation in schema.get_all_operations():
-        found = operation.ok()
-        if found.path == "/v1/models/reload":
+        result = operation.ok()
+        if result.path == "/v1/models/reload":
             continue  # reads files; tested elsewhere
 
         @settings(
@@ -68,27 +68,27 @@ def test_fuzzing_the_openapi_document(running: Running) -> None:
             database=None,
         )  # fmt: skip
         def check(case: schemathesis.Case) -> None:
-            answer = case.call(timeout=30)
-            asked[f"{case.path} {answer.status_code}"] += 1
-            assert answer.status_code < 500, answer.text
+            response = case.call(timeout=30)
+            outcomes[f"{case.path} {response.status_code}"] += 1
+            assert response.status_code < 500, response.text
             case.validate_response(
-                answer, checks=[response_schema_conformance, status_code_conformance, content_type_conformance]
+                response, checks=[response_schema_conformance, status_code_conformance, content_type_conformance]
             )
-            if answer.status_code >= 400 and answer.headers.get("content-type") == "application/json":
-                assert set(json.loads(answer.text)) == {"error", "request_id"}
+            if response.status_code >= 400 and response.headers.get("content-type") == "application/json":
+                assert set(json.loads(response.text)) == {"error", "request_id"}
 
         for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
             try:
-                strategy = found.as_strategy(generation_mode=mode)
+                strategy = result.as_strategy(generation_mode=mode)
             except Exception:  # no invalid request exists without parameters
                 continue
-            _given(strategy, check)
+            _run_strategy(strategy, check)
     for path in ("/v1/predict", "/v1/embed", "/v1/explain"):
-        assert sum(count for asked_for, count in asked.items() if asked_for.startswith(path)) > 100, asked
+        assert sum(count for outcome, count in outcomes.items() if outcome.startswith(path)) > 100, outcomes
     assert running.process.poll() is None
 
 
-def _given(strategy: SearchStrategy[Any], check: Callable[[Any], None]) -> None:
+def _run_strategy(strategy: SearchStrategy[Any], check: Callable[[Any], None]) -> None:
     try:
         given(strategy)(check)()
     except errors.Unsatisfiable:
@@ -184,7 +184,7 @@ def test_malformed_uploads_do_no_harm(running: Running) -> None:
 def half_requests(url: str) -> None:
     """Send invalid or incomplete HTTP, and disconnect."""
     host, port = url.removeprefix("http://").split(":")
-    for said in (
+    for message in (
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
         b"GET / HTTP/1.1\r\nHost: x\r\n",
         b"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nContent-Length: 100000\r\n\r\n\x89PNG",
@@ -194,7 +194,7 @@ def half_requests(url: str) -> None:
         b"GET " + b"/a" * 100_000 + b" HTTP/1.1\r\n\r\n",
     ):
         with socket.create_connection((host, int(port)), timeout=10) as connection:
-            connection.sendall(said)
+            connection.sendall(message)
     with httpx.Client(base_url=url, timeout=30) as client:
         assert client.get("/healthz").status_code == 200
 

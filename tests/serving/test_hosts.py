@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.support.live_server import image, save_tiny
-from tests.support.service_in_process import PNG, asked, settings_for
+from tests.support.service_in_process import PNG, settings_for, with_client
 
 from vitrail.errors import ConfigError
 from vitrail.serving.app import Service
@@ -53,12 +53,12 @@ def test_another_host_is_refused_everywhere(bundle: Path) -> None:
     async def ask(_: Service, client: httpx.AsyncClient) -> None:
         for method, path in (("GET", "/"), ("GET", "/v1/models"), ("POST", "/v1/predict"), ("GET", "/metrics")):
             headers = {"host": "rebound.example", **PNG}
-            answer = await client.request(method, path, headers=headers, content=image())
-            assert answer.status_code == 403
-            assert "--allow-host" in answer.json()["error"]
+            response = await client.request(method, path, headers=headers, content=image())
+            assert response.status_code == 403
+            assert "--allow-host" in response.json()["error"]
         assert (await client.get("/", headers={"host": "localhost:8000"})).status_code == 200
 
-    asked(settings_for(bundle, allow_hosts=()), ask)
+    with_client(settings_for(bundle, allow_hosts=()), ask)
 
 
 def test_a_foreign_origin_is_rejected_without_fetch_metadata(bundle: Path) -> None:
@@ -73,12 +73,12 @@ def test_a_foreign_origin_is_rejected_without_fetch_metadata(bundle: Path) -> No
                 ("https://example.org", own),
             ):
                 headers = {"host": "localhost:8000", "origin": origin, **PNG}
-                answer = await client.post(path, headers=headers, content=image())
-                assert answer.status_code == (200 if allowed else 403), (path, origin)
+                response = await client.post(path, headers=headers, content=image())
+                assert response.status_code == (200 if allowed else 403), (path, origin)
         assert (await client.post("/v1/models/reload")).status_code == 200  # not a browser
 
-    asked(settings_for(bundle), ask)
-    asked(settings_for(bundle, origins=("https://example.org",)), ask)
+    with_client(settings_for(bundle), ask)
+    with_client(settings_for(bundle, origins=("https://example.org",)), ask)
 
 
 def test_a_host_is_written_without_port_or_path(bundle: Path) -> None:

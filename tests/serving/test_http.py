@@ -57,15 +57,15 @@ def unpacked(packed: dict[str, Any]) -> NDArray[np.float32]:
 def test_three_kinds_of_body_give_the_predictions_of_the_library(client: httpx.Client, folder: Path) -> None:
     content = image()
     expected = vitrail.Classifier(folder / "run" / "best", device="cpu").predict(content, top=2)
-    answers = [
+    responses = [
         sent(client, content, "/v1/predict?top=2"),
         client.post("/v1/predict?top=2", files={"image": content}),
         client.post("/v1/predict", json=as_json(content, top=2)),
     ]
-    for answer in answers:
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["model"] == "run"
-        (result,) = answer.json()["results"]
+    for response in responses:
+        assert response.status_code == 200, response.text
+        assert response.json()["model"] == "run"
+        (result,) = response.json()["results"]
         assert [row["name"] for row in result["classes"]] == list(expected.names)
         assert [row["probability"] for row in result["classes"]] == pytest.approx(expected.probabilities, rel=1e-4)
         assert [("cat", "dog", "bird")[row["index"]] for row in result["classes"]] == list(expected.names)
@@ -82,12 +82,12 @@ def test_a_batch_has_a_result_for_each_image_in_order(client: httpx.Client) -> N
     files = [("image", first), ("image", b"no image"), ("image", second)]
     form = client.post("/v1/predict", files=files)
     coded = client.post("/v1/predict", json=as_json(first, b"no image", second))
-    for answer in (form, coded):
-        assert answer.status_code == 200
-        results = answer.json()["results"]
+    for response in (form, coded):
+        assert response.status_code == 200
+        results = response.json()["results"]
         assert "this is not an image" in results[1]["error"]
-        for found, wanted in zip((results[0], results[2]), alone, strict=True):
-            assert [row["index"] for row in found["classes"]] == [row["index"] for row in wanted["classes"]]
+        for actual, expected in zip((results[0], results[2]), alone, strict=True):
+            assert [row["index"] for row in actual["classes"]] == [row["index"] for row in expected["classes"]]
 
 
 def test_models_by_name(client: httpx.Client) -> None:
@@ -115,28 +115,28 @@ def test_embeddings_are_those_of_the_model(client: httpx.Client, folder: Path) -
     bundle = vitrail.load(folder / "run" / "best")
     pixels = bundle.preprocess(Image.open(io.BytesIO(content)))[None]
     for query, layer, scaled in (("", None, False), ("?layer=0&normalise=true", 0, True)):
-        found = client.post(f"/v1/embed{query}", files={"image": content}).json()["results"][0]["embedding"]
-        wanted = bundle.model.features(pixels, layer=layer).pooled[0].detach().numpy()
-        wanted = wanted / np.linalg.norm(wanted) if scaled else wanted
-        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+        actual = client.post(f"/v1/embed{query}", files={"image": content}).json()["results"][0]["embedding"]
+        expected = bundle.model.features(pixels, layer=layer).pooled[0].detach().numpy()
+        expected = expected / np.linalg.norm(expected) if scaled else expected
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["attention", "rollout", "relevance", "gradcam", "pca"])
 def test_explanations_are_those_of_the_library(client: httpx.Client, folder: Path, method: Method) -> None:
     content = image()
-    answer = client.post(f"/v1/explain?method={method}", files={"image": content})
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["method"] == method
-    (result,) = answer.json()["results"]
-    wanted = vitrail.explain(folder / "run" / "best", content, method=method, device="cpu")
-    np.testing.assert_allclose(unpacked(result["map"]), wanted.map, rtol=1e-3, atol=1e-5)
+    response = client.post(f"/v1/explain?method={method}", files={"image": content})
+    assert response.status_code == 200, response.text
+    assert response.json()["method"] == method
+    (result,) = response.json()["results"]
+    expected = vitrail.explain(folder / "run" / "best", content, method=method, device="cpu")
+    np.testing.assert_allclose(unpacked(result["map"]), expected.map, rtol=1e-3, atol=1e-5)
     seen = Image.open(io.BytesIO(base64.b64decode(result["image"].removeprefix("data:image/png;base64,"))))
-    assert np.array_equal(np.asarray(seen), np.asarray(wanted.image))
-    if wanted.target is None:
+    assert np.array_equal(np.asarray(seen), np.asarray(expected.image))
+    if expected.target is None:
         assert result["target"] is None
     else:
-        assert result["target"]["name"] == wanted.target
-        assert result["target"]["probability"] == pytest.approx(wanted.probability, rel=1e-4)
+        assert result["target"]["name"] == expected.target
+        assert result["target"]["probability"] == pytest.approx(expected.probability, rel=1e-4)
 
 
 def test_all_attention_of_a_layer_at_once(client: httpx.Client, folder: Path) -> None:
@@ -260,12 +260,12 @@ BAD = [
 def test_bad_requests_get_a_status_and_a_message(
     client: httpx.Client, path: str, body: bytes, headers: dict[str, str], status: int, words: str
 ) -> None:
-    answer = client.post(path, content=body, headers=headers)
-    assert (answer.status_code, answer.headers["content-type"]) == (status, "application/json"), answer.text
-    assert words in answer.json()["error"]
-    assert answer.json()["request_id"] == answer.headers["x-request-id"]
-    assert "Traceback" not in answer.text
-    assert "input should" not in answer.text  # pydantic's wording
+    response = client.post(path, content=body, headers=headers)
+    assert (response.status_code, response.headers["content-type"]) == (status, "application/json"), response.text
+    assert words in response.json()["error"]
+    assert response.json()["request_id"] == response.headers["x-request-id"]
+    assert "Traceback" not in response.text
+    assert "input should" not in response.text  # pydantic's wording
 
 
 def test_bad_forms(client: httpx.Client) -> None:
@@ -275,29 +275,29 @@ def test_bad_forms(client: httpx.Client) -> None:
         ({"files": [("image", b"x")] * 6}, "more than 4 images"),
         ({"files": {"image": image(), "top": image()}}, "a file in the field 'top'"),
     ):
-        answer = client.post("/v1/predict", **form)
-        assert answer.status_code in (400, 413)
-        assert words in answer.json()["error"]
+        response = client.post("/v1/predict", **form)
+        assert response.status_code in (400, 413)
+        assert words in response.json()["error"]
     torn = b"--b\r\nContent-Disposition: form-data; name=image; filename=x\r\n\r\n" + image()
-    answer = client.post("/v1/predict", content=torn, headers={"content-type": "multipart/form-data; boundary=b"})
-    assert answer.status_code == 400, answer.text
+    response = client.post("/v1/predict", content=torn, headers={"content-type": "multipart/form-data; boundary=b"})
+    assert response.status_code == 400, response.text
 
 
 def test_form_options_are_used(client: httpx.Client) -> None:
     files = {"image": image()}
-    answer = client.post("/v1/predict", params={"top": 3}, data={"model": "second", "top": "1"}, files=files).json()
-    assert answer["model"] == "second"
-    assert len(answer["results"][0]["classes"]) == 1
-    answer = client.post("/v1/predict", data={"tops": "1"}, files=files)
-    assert (answer.status_code, "did you mean 'top'?" in answer.text) == (422, True)
+    response = client.post("/v1/predict", params={"top": 3}, data={"model": "second", "top": "1"}, files=files).json()
+    assert response["model"] == "second"
+    assert len(response["results"][0]["classes"]) == 1
+    response = client.post("/v1/predict", data={"tops": "1"}, files=files)
+    assert (response.status_code, "did you mean 'top'?" in response.text) == (422, True)
 
 
 def test_a_body_without_a_length_is_limited_while_reading(client: httpx.Client) -> None:
-    answer = client.post("/v1/predict", content=(bytes(10_000) for _ in range(200)), headers=PNG)
-    assert answer.status_code == 413
+    response = client.post("/v1/predict", content=(bytes(10_000) for _ in range(200)), headers=PNG)
+    assert response.status_code == 413
     whole = image()
-    answer = client.post("/v1/predict", content=iter([whole[:100], whole[100:]]), headers=PNG)
-    assert answer.status_code == 200
+    response = client.post("/v1/predict", content=iter([whole[:100], whole[100:]]), headers=PNG)
+    assert response.status_code == 200
 
 
 def test_unknown_paths_and_methods(client: httpx.Client) -> None:
@@ -305,23 +305,23 @@ def test_unknown_paths_and_methods(client: httpx.Client) -> None:
     assert client.get("/nothing").status_code == 404
     assert client.put("/v1/models").status_code == 405
     for path in ("/assets/../settings.py", "/assets/%2e%2e/settings.py", "/samples/..%2f..%2fapp.py", "/assets/%00"):
-        answer = client.get(path)
-        assert answer.status_code == 404, path
-        assert answer.json()["error"] == "not found"
+        response = client.get(path)
+        assert response.status_code == 404, path
+        assert response.json()["error"] == "not found"
 
 
 # ── service ──
 
 
 def test_security_headers(client: httpx.Client) -> None:
-    answer = client.get("/", headers={"x-request-id": "mine-1", "origin": "https://example.org"})
-    assert answer.status_code == 200
-    assert answer.headers["content-type"].startswith("text/html")
-    assert answer.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'; ")
-    assert answer.headers["x-content-type-options"] == "nosniff"
-    assert answer.headers["x-request-id"] == "mine-1"
-    assert "access-control-allow-origin" not in answer.headers
-    assert client.get("/", headers={"if-none-match": answer.headers["etag"]}).status_code == 304
+    response = client.get("/", headers={"x-request-id": "mine-1", "origin": "https://example.org"})
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/html")
+    assert response.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'; ")
+    assert response.headers["x-content-type-options"] == "nosniff"
+    assert response.headers["x-request-id"] == "mine-1"
+    assert "access-control-allow-origin" not in response.headers
+    assert client.get("/", headers={"if-none-match": response.headers["etag"]}).status_code == 304
     assert client.get("/healthz", headers={"x-request-id": "a b\tc"}).headers["x-request-id"] != "a b\tc"
 
 
@@ -329,9 +329,9 @@ def test_samples_are_served(client: httpx.Client) -> None:
     for sample in client.get("/samples").json()["samples"]:
         address = httpx.URL("https://proxy/models/samples").join(sample["url"]).path
         assert address.startswith("/models/samples/")  # also under a path prefix
-        found = client.get(address.removeprefix("/models"))
-        assert found.headers["content-type"].startswith("image/")
-        assert sent(client, found.content).status_code == 200
+        result = client.get(address.removeprefix("/models"))
+        assert result.headers["content-type"].startswith("image/")
+        assert sent(client, result.content).status_code == 200
 
 
 def test_requests_that_arrive_together_run_as_one_batch(client: httpx.Client) -> None:
@@ -343,8 +343,8 @@ def test_requests_that_arrive_together_run_as_one_batch(client: httpx.Client) ->
     sent(client, image())
     before = counted()
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda _: sent(client, image()), range(32)))
-    assert [answer.status_code for answer in answers] == [200] * 32
+        responses = list(pool.map(lambda _: sent(client, image()), range(32)))
+    assert [response.status_code for response in responses] == [200] * 32
     after = counted()
     assert after[1] - before[1] == 32
     assert after[0] - before[0] <= 16
@@ -357,6 +357,6 @@ def test_the_log_is_json_lines_without_secrets(client: httpx.Client, running: Ru
     assert lines[0]["event"] == "settings"
     assert lines[0]["settings"]["images_limit"] == 4
     assert lines[0]["settings"]["token"] == "none"
-    found = [line for line in lines if line.get("request_id") == "log-1"]
-    assert [(line["path"], line["status"]) for line in found] == [("/healthz", 200)]
+    result = [line for line in lines if line.get("request_id") == "log-1"]
+    assert [(line["path"], line["status"]) for line in result] == [("/healthz", 200)]
     assert not any("secret" in line for line in running.log)

@@ -39,24 +39,24 @@ async def load(
 ) -> tuple[Counter[str], list[str]]:
     """Run clients while something happens; return the outcome of every request, and the predictions."""
     outcomes: Counter[str] = Counter()
-    said: list[str] = []
+    messages: list[str] = []
     over = asyncio.Event()
 
     async def keep_asking(client: httpx.AsyncClient) -> None:
         while not over.is_set():
             try:
-                answer = await client.post("/v1/predict", content=image(), headers=PNG)
+                response = await client.post("/v1/predict", content=image(), headers=PNG)
             except httpx.ConnectError:
                 outcomes["gone"] += 1  # the server is gone: nothing was accepted
                 return
             except httpx.HTTPError as error:
                 outcomes[f"lost: {error!r}"] += 1
                 return
-            outcomes[str(answer.status_code)] += 1
-            if answer.status_code == 503:
+            outcomes[str(response.status_code)] += 1
+            if response.status_code == 503:
                 return  # 503 with Retry-After
-            if answer.status_code == 200:
-                said.append(answer.json()["results"][0]["classes"][0]["name"])
+            if response.status_code == 200:
+                messages.append(response.json()["results"][0]["classes"][0]["name"])
 
     async with httpx.AsyncClient(base_url=url, timeout=60, limits=httpx.Limits(max_connections=clients)) as client:
         tasks = [asyncio.create_task(keep_asking(client)) for _ in range(clients)]
@@ -66,7 +66,7 @@ async def load(
             await asyncio.sleep(0.2)
             over.set()
         await asyncio.gather(*tasks)
-    return outcomes, said
+    return outcomes, messages
 
 
 def test_reload_and_stop_under_load_lose_nothing(tmp_path: Path) -> None:
@@ -78,19 +78,19 @@ def test_reload_and_stop_under_load_lose_nothing(tmp_path: Path) -> None:
             save_tiny(bundle, seed=1)
             assert client.post("/v1/models/reload").json() == {"reloaded": ["m"]}
 
-        outcomes, said = asyncio.run(load(running.url, 8, swap, until_gone=False))
+        outcomes, output = asyncio.run(load(running.url, 8, swap, until_gone=False))
         assert set(outcomes) == {"200"}, outcomes
-        assert (said[0], said[-1]) == ("cat", "dog")  # predictions of the old and the new model
+        assert (output[0], output[-1]) == ("cat", "dog")  # predictions of the old and the new model
         second = client.get("/v1/models").json()["models"][0]["digest"]
         assert second != first
-        answer = sent(client, image()).text
+        response = sent(client, image()).text
 
         damage(bundle)
         refused = client.post("/v1/models/reload?model=m")
         assert refused.status_code == 409
         assert "keep serving" in refused.json()["error"]
         assert str(tmp_path) not in refused.text
-        assert sent(client, image()).text == answer
+        assert sent(client, image()).text == response
 
         save_tiny(bundle, seed=2)
         running.process.send_signal(signal.SIGHUP)
@@ -114,9 +114,9 @@ def test_auto_precision_logs_its_choice(tmp_path: Path) -> None:
             last, now = sent(client, image()).json(), client.get("/v1/models").json()["models"][0]["precision"]
         stop(running)
         running.process.wait(20)
-        told = [json.loads(line)["why"] for line in running.log if '"event": "precision"' in line]
-    assert [why.split(":")[0] for why in told] == [now]
-    names = [[known["name"] for known in said["results"][0]["classes"]] for said in (first, last)]
+        reasons = [json.loads(line)["why"] for line in running.log if '"event": "precision"' in line]
+    assert [why.split(":")[0] for why in reasons] == [now]
+    names = [[known["name"] for known in message["results"][0]["classes"]] for message in (first, last)]
     assert names[0] == names[1]
 
 
@@ -125,16 +125,16 @@ def test_embeddings_use_the_requested_precision(tmp_path: Path) -> None:
     bundle, content = vitrail.load(save_tiny(tmp_path / "m")), image()
     with server(str(tmp_path / "m"), "--precision", "bf16") as running:
         with httpx.Client(base_url=running.url, timeout=60) as client:
-            answer = client.post("/v1/embed", files={"image": content}).json()
+            response = client.post("/v1/embed", files={"image": content}).json()
         stop(running)
-    found = np.array(answer["results"][0]["embedding"])
+    result = np.array(response["results"][0]["embedding"])
     pixels = bundle.preprocess(Image.open(io.BytesIO(content)))[None]
     with torch.no_grad():
         exact = bundle.model.features(pixels).pooled[0].numpy()
         with autocast(torch.device("cpu"), "bf16"):
             rounded = bundle.model.features(pixels).pooled[0].float().numpy()
     # Batch size and number of threads may change the order of sums.
-    assert np.abs(found - rounded).max() < 0.2 * np.abs(found - exact).max()
+    assert np.abs(result - rounded).max() < 0.2 * np.abs(result - exact).max()
 
 
 HEAD = b"POST /v1/predict HTTP/1.1\r\nHost: HOST\r\nContent-Type: image/png\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -142,7 +142,7 @@ HEAD = b"POST /v1/predict HTTP/1.1\r\nHost: HOST\r\nContent-Type: image/png\r\nT
 
 def test_arriving_requests_are_refused_before_complete_ones() -> None:
     async def run() -> list[str]:
-        lifecycle, said = Lifecycle(), list[str]()
+        lifecycle, messages = Lifecycle(), list[str]()
         lifecycle.stage = "ready"
 
         async def request(name: str, *, arrives: bool) -> None:
@@ -152,19 +152,19 @@ def test_arriving_requests_are_refused_before_complete_ones() -> None:
                         await asyncio.sleep(0 if arrives else 60)
                     await asyncio.sleep(60)
             except HttpError as error:
-                said.append(f"{name}: {error.status} {error.message}")
+                messages.append(f"{name}: {error.status} {error.message}")
 
         tasks = [asyncio.create_task(request(name, arrives=name == "whole")) for name in ("whole", "part")]
         await asyncio.sleep(0.01)
         lifecycle.stage = "stopping"
         lifecycle.refuse_arriving()
         assert not await lifecycle.idle(0.05)
-        said.append(f"{lifecycle.accepted} left")
+        messages.append(f"{lifecycle.accepted} left")
         lifecycle.refuse_unfinished()
         assert await lifecycle.idle(5)
         await asyncio.gather(*tasks)
         await request("late", arrives=True)
-        return said
+        return messages
 
     assert asyncio.run(run()) == [
         "part: 503 the service is stopping and does not accept new requests",
@@ -198,9 +198,9 @@ def test_endless_bodies_do_not_delay_shutdown(tmp_path: Path) -> None:
             assert time.monotonic() - begun < 12  # without waiting for the grace period
         finally:
             over.set()
-        answer = read_all(silent)
-        assert answer.startswith(b"HTTP/1.1 503 ")
-        assert b"the service is stopping" in answer
+        response = read_all(silent)
+        assert response.startswith(b"HTTP/1.1 503 ")
+        assert b"the service is stopping" in response
         assert read_all(half) == b""
         for thread in floods:
             thread.join()
@@ -264,12 +264,12 @@ def test_a_port_in_use_and_a_missing_bundle_exit_2(
             monkeypatch.setattr(sys, "argv", ["vitrail", "serve", *words])
             with pytest.raises(SystemExit) as ended:
                 main()
-            said = capsys.readouterr()
+            output = capsys.readouterr()
             assert ended.value.code == 2, words
-            last = said.err.strip().splitlines()[-1]
-            assert last.startswith("vitrail: "), said.err
+            last = output.err.strip().splitlines()[-1]
+            assert last.startswith("vitrail: "), output.err
             assert message in last
-            assert "Traceback" not in said.err
+            assert "Traceback" not in output.err
 
 
 def test_it_starts_with_stdout_closed(tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def test_a_model_with_non_finite_output_does_not_start(tmp_path: Path) -> None:
     with torch.no_grad():
         bundle.model.head.weight.fill_(float("nan"))
     bundle.save(tmp_path / "m", overwrite=True)
-    with pytest.raises(Diverged, match="not finite"):
+    with pytest.raises(Diverged, match="the model's output is not finite"):
         serve(Settings(models=name_models([str(tmp_path / "m")]), port=0, device="cpu"))
 
 
@@ -327,8 +327,8 @@ def test_names(tmp_path: Path) -> None:
 def test_the_token_is_never_printed() -> None:
     settings = Settings(models=name_models(["m"]), token="open-sesame")
     assert settings.redacted()["token"] == "set"
-    for said in (repr(settings), str(settings), settings.to_json(), str(settings.redacted())):
-        assert "open-sesame" not in said
+    for message in (repr(settings), str(settings), settings.to_json(), str(settings.redacted())):
+        assert "open-sesame" not in message
     for wrong in ("", "two words", "é"):
         with pytest.raises(ConfigError, match="the token must be printable ASCII"):
             Settings(models=name_models(["m"]), token=wrong)

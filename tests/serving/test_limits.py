@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 from starlette.responses import Response
 from tests.support.live_server import image, save_tiny
-from tests.support.service_in_process import PNG, asked, settings_for
+from tests.support.service_in_process import PNG, settings_for, with_client
 from torch import Tensor
 
 from vitrail import Preprocess
@@ -41,16 +41,16 @@ def test_requests_that_are_slow_to_parse_are_refused(bundle: Path) -> None:
     async def ask(_: Service, client: httpx.AsyncClient) -> None:
         json = {"content-type": "application/json"}
         for body in (b'{"images": [' + b"{}," * 300_000 + b"{}]}", b'{"a":[' + b"[]," * 300_000 + b"[]]}"):
-            answer = await client.post("/v1/predict", content=body, headers=json)
-            assert answer.status_code == 400
-            assert "too many values" in answer.json()["error"]
+            response = await client.post("/v1/predict", content=body, headers=json)
+            assert response.status_code == 400
+            assert "too many values" in response.json()["error"]
         many = "&".join(f"t{number}=" for number in range(60))
         for path, body in ((f"/v1/predict?{many}", b'{"images": ["AA=="]}'), ("/v1/predict", long_name())):
-            answer = await client.post(path, content=body, headers=json)
-            assert answer.status_code == 422
-            assert "/openapi.json" in answer.json()["error"]
+            response = await client.post(path, content=body, headers=json)
+            assert response.status_code == 422
+            assert "/openapi.json" in response.json()["error"]
 
-    asked(settings_for(bundle), ask)
+    with_client(settings_for(bundle), ask)
 
 
 def long_name() -> bytes:
@@ -72,11 +72,11 @@ def test_the_attention_limit_is_for_all_images_together(bundle: Path, monkeypatc
     async def ask(_: Service, client: httpx.AsyncClient) -> None:
         for images, status in ((2, 200), (3, 422)):
             files = [("image", image())] * images
-            answer = await client.post("/v1/explain?method=attention&query=all", files=files)
-            assert answer.status_code == status
-        assert "send fewer images" in answer.json()["error"]
+            response = await client.post("/v1/explain?method=attention&query=all", files=files)
+            assert response.status_code == status
+        assert "send fewer images" in response.json()["error"]
 
-    asked(settings_for(bundle), ask)
+    with_client(settings_for(bundle), ask)
 
 
 def test_a_non_finite_output_does_not_affect_other_images(bundle: Path) -> None:
@@ -92,10 +92,10 @@ def test_a_non_finite_output_does_not_affect_other_images(bundle: Path) -> None:
 
             served.engine = overflowing  # type: ignore[assignment]
         both = [client.post("/v1/predict", content=image(seed=seed), headers=PNG) for seed in range(2)]
-        answers = await asyncio.gather(*both)
-        assert sorted(answer.status_code for answer in answers) == [200, 500]
+        responses = await asyncio.gather(*both)
+        assert sorted(response.status_code for response in responses) == [200, 500]
 
-    asked(settings_for(bundle, wait=2000, batch=2), ask)
+    with_client(settings_for(bundle, wait=2000, batch=2), ask)
 
 
 def test_cross_site_requests_are_refused(bundle: Path) -> None:
@@ -111,8 +111,8 @@ def test_cross_site_requests_are_refused(bundle: Path) -> None:
             assert (await client.post("/v1/models/reload", headers=headers)).status_code == expected
             assert (await client.get("/v1/models", headers=headers)).status_code == 200
 
-    asked(settings_for(bundle), ask)
-    asked(settings_for(bundle, origins=("https://example.org",)), ask)
+    with_client(settings_for(bundle), ask)
+    with_client(settings_for(bundle, origins=("https://example.org",)), ask)
 
 
 def test_405_lists_the_allowed_methods(bundle: Path) -> None:
@@ -124,13 +124,13 @@ def test_405_lists_the_allowed_methods(bundle: Path) -> None:
             ("OPTIONS", "/", {"GET", "HEAD"}),
             ("POST", "/assets/main.js", {"GET", "HEAD"}),
         ):
-            answer = await client.request(method, path)
-            assert answer.status_code == 405
-            assert set(answer.headers["allow"].split(", ")) == allow
-        answer = await client.post("/v1/predict/", content=image(), headers=PNG)
-        assert answer.status_code == 404  # unknown path, whatever the method
+            response = await client.request(method, path)
+            assert response.status_code == 405
+            assert set(response.headers["allow"].split(", ")) == allow
+        response = await client.post("/v1/predict/", content=image(), headers=PNG)
+        assert response.status_code == 404  # unknown path, whatever the method
 
-    asked(settings_for(bundle), ask)
+    with_client(settings_for(bundle), ask)
 
 
 def test_a_client_that_stops_reading_is_dropped(bundle: Path) -> None:
@@ -192,24 +192,24 @@ def test_a_reload_during_warm_up_runs_afterwards(bundle: Path, monkeypatch: pyte
         await asyncio.gather(service.start(), service.registry.reload())
         assert (await client.post("/v1/predict", content=image(), headers=PNG)).status_code == 200
 
-    asked(settings_for(bundle, deadline=3), ask, start=False)
+    with_client(settings_for(bundle, deadline=3), ask, start=False)
 
 
 def test_warm_up_runs_in_the_compute_thread(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer, threads = ServedModel.run, list[str]()
+    response, threads = ServedModel.run, list[str]()
 
     def recorded(
         self: ServedModel, operation: operations.Operation, images: Sequence[Pixels]
     ) -> list[operations.Result]:
         threads.append(threading.current_thread().name)
-        return answer(self, operation, images)
+        return response(self, operation, images)
 
     monkeypatch.setattr(ServedModel, "run", recorded)
 
     async def ask(_: Service, client: httpx.AsyncClient) -> None:
         assert (await client.post("/v1/predict", content=image(), headers=PNG)).status_code == 200
 
-    asked(settings_for(bundle), ask)
+    with_client(settings_for(bundle), ask)
     assert threads == ["compute-m_0"] * 3  # warm-up with one image and several, then the request
 
 

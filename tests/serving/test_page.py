@@ -30,8 +30,8 @@ LIMIT = 0.25  # request limit in megabytes
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with chromium() as found:
-        yield found
+    with chromium() as result:
+        yield result
 
 
 @pytest.fixture(scope="module")
@@ -47,16 +47,16 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def address(bundles: dict[str, Path]) -> Iterator[str]:
-    with service(bundles, body_limit=LIMIT) as found:
-        yield found
+    with service(bundles, body_limit=LIMIT) as result:
+        yield result
 
 
 @pytest.fixture(scope="module")
 def opened(browser: Any, address: str) -> Iterator[Visit]:
     """Open the page once for all tests, which is the slowest step."""
-    with visit(browser, DESKTOP) as found:
-        found.open(address)
-        yield found
+    with visit(browser, DESKTOP) as result:
+        result.open(address)
+        yield result
 
 
 @pytest.fixture
@@ -65,9 +65,9 @@ def seen(opened: Visit, address: str) -> Iterator[Visit]:
     opened.go("#model=birds")
     yield opened
     complaints = [text for text in opened.complaints if not text.startswith(REFUSED)]
-    asked = [url for url in opened.requests if not url.startswith((address, "data:", "blob:", "about:"))]
+    external = [url for url in opened.requests if not url.startswith((address, "data:", "blob:", "about:"))]
     opened.complaints.clear()
-    assert (complaints, asked) == ([], [])
+    assert (complaints, external) == ([], [])
 
 
 def upload(seen: Visit, content: bytes, name: str = "bird.png", kind: str = "image/png") -> None:
@@ -89,9 +89,9 @@ def predictions(seen: Visit, panel: int = 0) -> list[tuple[str, str]]:
 def test_an_uploaded_image_gets_the_predictions_of_the_classifier(seen: Visit, bundles: dict[str, Path]) -> None:
     upload(seen, image_file())
     expected = vitrail.Classifier(bundles["birds"], device="cpu").predict(image_file(), top=5)
-    found = predictions(seen)
-    assert [name for name, _ in found] == list(expected.names), "names are text, also those with brackets"
-    for (_, share), probability in zip(found, expected.probabilities, strict=True):
+    actual = predictions(seen)
+    assert [name for name, _ in actual] == list(expected.names), "names are text, also those with brackets"
+    for (_, share), probability in zip(actual, expected.probabilities, strict=True):
         assert abs(float(re.sub("[^0-9.]", "", share)) - 100 * probability) <= 0.5
     seen.until("image=own")
     assert seen.page.locator("#live").inner_text().startswith(f"birds predicts {expected.name}")
@@ -104,9 +104,9 @@ def test_an_image_is_dropped_or_pasted(seen: Visit, way: str) -> None:
         """([bytes, way]) => {
             const data = new DataTransfer();
             data.items.add(new File([new Uint8Array(bytes)], "bird.png", { type: "image/png" }));
-            const given = way === "drop" ? { dataTransfer: data } : { clipboardData: data };
+            const payload = way === "drop" ? { dataTransfer: data } : { clipboardData: data };
             const kind = way === "drop" ? DragEvent : ClipboardEvent;
-            document.body.dispatchEvent(new kind(way, { bubbles: true, cancelable: true, ...given }));
+            document.body.dispatchEvent(new kind(way, { bubbles: true, cancelable: true, ...payload }));
         }""",
         [list(image_file(seed=1)), way],
     )
@@ -136,7 +136,7 @@ def expected_rows(bundle: Path, content: bytes, layer: int) -> torch.Tensor:
 
 def test_a_pointer_move_shows_the_attention_of_the_patch(seen: Visit, bundles: dict[str, Path]) -> None:
     upload(seen, image_file())
-    asked = seen.asked()
+    requested = seen.inference_requests()
     images = set()
     rows = expected_rows(bundles["birds"], image_file(), 2).mean(dim=0)
     for place in range(16):
@@ -144,14 +144,14 @@ def test_a_pointer_move_shows_the_attention_of_the_patch(seen: Visit, bundles: d
         images.add(seen.pixels())
         row = rows[2 + place]  # after the class token and the register
         best = int(row.argmax())
-        said = seen.part("readout").inner_text()
+        output = seen.part("readout").inner_text()
         token = {0: "class token", 1: "register 0"}.get(best, f"patch {(best - 2) // 4},{(best - 2) % 4}")
-        assert f"attends most to {'itself' if best == 2 + place else token}: " in said
-        number = re.search(r": ([\d.]+) %\.", said)
+        assert f"attends most to {'itself' if best == 2 + place else token}: " in output
+        number = re.search(r": ([\d.]+) %\.", output)
         assert number is not None
         assert abs(float(number[1]) - 100 * float(row[best])) <= 0.6
     assert len(images) == 16, "each patch has a map of its own"
-    assert seen.asked() == asked, "nothing is asked of the server for a move"
+    assert seen.inference_requests() == requested, "a pointer move sends no request"
     assert "query" not in seen.hash()
 
 
@@ -181,7 +181,7 @@ def test_layers_and_heads_switch(seen: Visit) -> None:
         looks.add(seen.pixels())
         seen.until(f"layer={layer}")
         assert seen.part("layer-value").inner_text() == str(layer)
-    asked = seen.asked()
+    requested = seen.inference_requests()
     for head in ("Head 0", "Head 1"):
         seen.page.get_by_role("radio", name=head).check(force=True)
         seen.settle()
@@ -192,7 +192,7 @@ def test_layers_and_heads_switch(seen: Visit) -> None:
     seen.part("layer").press("ArrowRight")
     seen.settle()
     assert seen.pixels() in looks
-    assert seen.asked() == asked, "what the server said once is remembered"
+    assert seen.inference_requests() == requested, "responses are cached"
 
 
 def test_special_tokens_can_be_selected(seen: Visit) -> None:
@@ -211,18 +211,18 @@ def test_each_method_overlays_its_map(seen: Visit, bundles: dict[str, Path], met
     upload(seen, image_file())
     seen.page.locator(f"#methods input[value={method}]").check(force=True)
     seen.settle()
-    found = vitrail.explain(bundles["birds"], image_file(), method=method, device="cpu")
+    actual = vitrail.explain(bundles["birds"], image_file(), method=method, device="cpu")
     seen.page.locator("#opacity").fill("100")  # the map alone
     seen.settle()
     colours = seen.part("canvas").evaluate(
         """canvas => [...Array(16).keys()].map(i => [...canvas.getContext("2d").getImageData(
             (i % 4 + .5) * canvas.width / 4, (Math.floor(i / 4) + .5) * canvas.height / 4, 1, 1).data.slice(0, 3)])"""
     )
-    alone = found.overlay(opacity=1, side=4)  # one pixel per patch
+    alone = actual.overlay(opacity=1, side=4)  # one pixel per patch
     expected = torch.from_numpy(np.array(alone)).reshape(-1, 3).float()
     assert (torch.tensor(colours).float() - expected).abs().max() < 12
-    if found.target is not None:
-        assert f"Evidence for {found.target}" in seen.part("readout").inner_text()
+    if actual.target is not None:
+        assert f"Evidence for {actual.target}" in seen.part("readout").inner_text()
     over = seen.pixels()
     seen.page.locator("#opacity").fill("0")
     seen.settle()
@@ -365,11 +365,11 @@ def test_everything_works_with_the_keyboard(seen: Visit) -> None:
     page = seen.page
 
     def focused() -> str:
-        found: str = page.evaluate(
+        actual: str = page.evaluate(
             """(e => e.dataset.part || e.id || e.dataset.query || e.title || e.value ||
             e.textContent)(document.activeElement)"""
         )
-        return found
+        return actual
 
     assert page.evaluate("document.querySelector('a, button, input, [tabindex]').id") == "skip"
     page.locator("#skip").focus()
@@ -379,7 +379,7 @@ def test_everything_works_with_the_keyboard(seen: Visit) -> None:
         order.append(focused())
         if order[-1] == "copy":
             break
-    wanted = [
+    expected = [
         "file",
         "balloon",
         "attention",
@@ -392,7 +392,7 @@ def test_everything_works_with_the_keyboard(seen: Visit) -> None:
         "mean",
         "compare",
     ]
-    places = [order.index(name) for name in wanted]
+    places = [order.index(name) for name in expected]
     assert places == sorted(places), order
 
     page.keyboard.press("Shift+Tab")
@@ -521,7 +521,7 @@ def test_the_image_is_visible_under_the_map_and_shown_separately(seen: Visit) ->
 def test_the_stages_of_a_convolutional_stem(seen: Visit) -> None:
     names = seen.page.locator("#stages h3").all_inner_texts()
     shapes = seen.page.locator("#stages .shape").all_inner_texts()
-    found = {re.sub(r"^\d+\s*", "", name): shape for name, shape in zip(names, shapes, strict=True)}
-    assert "patches" not in found, "a convolution never makes them"
-    assert found["feature map"] == "1 × 32 × 4 × 4"
-    assert found["patch embeddings"] == "1 × 16 × 32"
+    result = {re.sub(r"^\d+\s*", "", name): shape for name, shape in zip(names, shapes, strict=True)}
+    assert "patches" not in result, "a convolution never makes them"
+    assert result["feature map"] == "1 × 32 × 4 × 4"
+    assert result["patch embeddings"] == "1 × 16 × 32"

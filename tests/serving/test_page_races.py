@@ -18,9 +18,9 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Visit]:
     finer = birds.replace(patch_size=4, depth=2, heads=4)
     names = ("heron", "kite", "crow")
     bundles = {"birds": some_bundle(birds, names, folder / "b"), "finer": some_bundle(finer, names, folder / "f")}
-    with service(bundles) as address, chromium() as browser, visit(browser, DESKTOP) as found:
-        found.open(address)
-        yield found
+    with service(bundles) as address, chromium() as browser, visit(browser, DESKTOP) as result:
+        result.open(address)
+        yield result
 
 
 @pytest.fixture
@@ -120,13 +120,13 @@ def test_changes_while_an_image_loads_apply_to_that_image(seen: Visit, change: s
 def test_a_model_replaced_on_the_server_is_detected(seen: Visit, method: str) -> None:
     seen.go(f"#model=birds&image=balloon&method={method}&layer=0")
     before = seen.pixels()
-    asked = "**/v1/explain*"
-    seen.page.route(asked, lambda route: route.continue_(url=route.request.url.replace("birds", "finer")))
+    requested = "**/v1/explain*"
+    seen.page.route(requested, lambda route: route.continue_(url=route.request.url.replace("birds", "finer")))
     try:
         give(seen, image_file())
         seen.page.locator("#problem").wait_for(timeout=WAIT)
     finally:
-        seen.page.unroute(asked)
+        seen.page.unroute(requested)
     assert "The model “birds” has changed on the server; reload the page" in seen.page.locator("#problem").inner_text()
     seen.settle()
     assert seen.pixels() == before

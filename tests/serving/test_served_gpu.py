@@ -23,7 +23,7 @@ pytestmark = [
 ]
 ROUNDING = {"float32": 2e-3, "bf16": 0.1}
 """Tolerance of the features of a tiny random model; float32 allows for TF32."""
-WANTED = [
+REQUESTS = [
     FeatureRequest(),
     FeatureRequest(layer=0),
     FeatureRequest(normalise=True),
@@ -46,14 +46,14 @@ def test_features_are_those_of_the_model(served: tuple[ServedModel, str]) -> Non
     model, precision = served
     exact, generator = bundle(), torch.Generator().manual_seed(3)
     images = torch.randint(0, 256, (5, 16, 32, 3), dtype=torch.uint8, generator=generator)
-    for wanted in WANTED:
-        answers = model.run(Embed(wanted), [image.numpy() for image in images])
-        found = torch.tensor([answer["embedding"] for answer in answers if isinstance(answer, dict)])
+    for request in REQUESTS:
+        outputs = model.run(Embed(request), [image.numpy() for image in images])
+        actual = torch.tensor([output["embedding"] for output in outputs if isinstance(output, dict)])
         with torch.no_grad():
-            expected = wanted.take(exact.model, exact.preprocess.normalise(images.permute(0, 3, 1, 2)))
-        assert found.shape == expected.shape
-        assert relative_error(found, expected) < ROUNDING[precision]
-        assert isinstance(model.ready(wanted), FastModel if precision == "bf16" else ViT)
+            expected = request.take(exact.model, exact.preprocess.normalise(images.permute(0, 3, 1, 2)))
+        assert actual.shape == expected.shape
+        assert relative_error(actual, expected) < ROUNDING[precision]
+        assert isinstance(model.ready(request), FastModel if precision == "bf16" else ViT)
     kept = model.ready(FeatureRequest())
     assert model.ready(FeatureRequest(layer=-1, normalise=True)) is kept
     assert (model.ready(FeatureRequest(layer=0)) is kept) == (precision == "float32")

@@ -29,8 +29,8 @@ def opened(tmp_path: Path) -> Iterator[Open]:
     """Return a function that opens a bundle like the service."""
     made: list[ServedModel] = []
 
-    def open_bundle(known: Bundle, **settings: object) -> ServedModel:
-        known.save(tmp_path / "m", overwrite=True)
+    def open_bundle(original: Bundle, **settings: object) -> ServedModel:
+        original.save(tmp_path / "m", overwrite=True)
         named = NamedSource("m", str(tmp_path / "m"))
         values = {"models": (named,), "device": "cpu", **settings}
         made.append(ServedModel(named, Settings.model_validate(values), Counters()))
@@ -41,9 +41,9 @@ def opened(tmp_path: Path) -> Iterator[Open]:
         asyncio.run(served.batcher.close())
 
 
-def embedded(served: ServedModel, images: Tensor, wanted: FeatureRequest = FeatureRequest()) -> Tensor:  # noqa: B008 - a constant
-    answers = served.run(Embed(wanted), [image.numpy() for image in images])
-    return torch.tensor([answer["embedding"] for answer in answers if isinstance(answer, dict)])
+def embedded(served: ServedModel, images: Tensor, request: FeatureRequest = FeatureRequest()) -> Tensor:  # noqa: B008 - a constant
+    outputs = served.run(Embed(request), [image.numpy() for image in images])
+    return torch.tensor([output["embedding"] for output in outputs if isinstance(output, dict)])
 
 
 def images() -> Tensor:
@@ -51,13 +51,13 @@ def images() -> Tensor:
 
 
 @torch.no_grad()
-def expected(known: Bundle, wanted: FeatureRequest, precision: Precision) -> Tensor:
+def expected(original: Bundle, request: FeatureRequest, precision: Precision) -> Tensor:
     with autocast(CPU, precision):
-        return wanted.take(known.model.eval(), known.preprocess.normalise(images().permute(0, 3, 1, 2)))
+        return request.take(original.model.eval(), original.preprocess.normalise(images().permute(0, 3, 1, 2)))
 
 
 @pytest.mark.parametrize(
-    "wanted",
+    "feature_request",
     [
         FeatureRequest(),
         FeatureRequest(layer=0),
@@ -66,33 +66,35 @@ def expected(known: Bundle, wanted: FeatureRequest, precision: Precision) -> Ten
     ],
 )
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_features_are_bit_identical_to_the_models(wanted: FeatureRequest, precision: Precision, opened: Open) -> None:
-    known = bundle()
-    found = embedded(opened(known, precision=precision), images(), wanted)
-    assert torch.equal(found, expected(known, wanted, precision))
-    assert not torch.equal(found, expected(known, wanted, "bf16" if precision == "float32" else "float32"))
+def test_features_are_bit_identical_to_the_models(
+    feature_request: FeatureRequest, precision: Precision, opened: Open
+) -> None:
+    original = bundle()
+    actual = embedded(opened(original, precision=precision), images(), feature_request)
+    assert torch.equal(actual, expected(original, feature_request, precision))
+    assert not torch.equal(actual, expected(original, feature_request, "bf16" if precision == "float32" else "float32"))
 
 
 def test_auto_precision_does_not_apply_to_features(opened: Open) -> None:
-    known = bundle()
-    served = opened(known, precision="auto")
+    original = bundle()
+    served = opened(original, precision="auto")
     served.engine = open_engine(served.bundle.model, served.bundle.preprocess, precision="bf16", device=CPU)
     assert served.description["precision"] == "bf16"
-    assert torch.equal(embedded(served, images()), expected(known, FeatureRequest(), "float32"))
+    assert torch.equal(embedded(served, images()), expected(original, FeatureRequest(), "float32"))
 
 
 def test_other_engines_do_not_compute_features(opened: Open) -> None:
-    known, abilities = bundle(), openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    served = opened(known, precision="bf16" if "BF16" in abilities else "float32", engine="openvino")
-    assert torch.equal(embedded(served, images()), expected(known, FeatureRequest(), "float32"))
+    original, abilities = bundle(), openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    served = opened(original, precision="bf16" if "BF16" in abilities else "float32", engine="openvino")
+    assert torch.equal(embedded(served, images()), expected(original, FeatureRequest(), "float32"))
 
 
 def test_a_model_is_prepared_once(opened: Open) -> None:
     served = opened(bundle(), precision="bf16")
     kept = served.ready(FeatureRequest())
     assert all(
-        served.ready(wanted) is kept
-        for wanted in (FeatureRequest(normalise=True), FeatureRequest(layer=0), FeatureRequest(layer=-1))
+        served.ready(expected) is kept
+        for expected in (FeatureRequest(normalise=True), FeatureRequest(layer=0), FeatureRequest(layer=-1))
     )
     assert kept is not served.bundle.model
 
@@ -115,9 +117,9 @@ def test_equivalent_feature_requests_share_a_prepared_model() -> None:
 
 
 def test_non_finite_features_fail_the_warm_up(opened: Open) -> None:
-    known = bundle("no_head")
-    opened(known).warm_up()
+    original = bundle("no_head")
+    opened(original).warm_up()
     with torch.no_grad():
-        next(known.model.parameters()).fill_(float("nan"))
+        next(original.model.parameters()).fill_(float("nan"))
     with pytest.raises(Diverged):
-        opened(known).warm_up()
+        opened(original).warm_up()

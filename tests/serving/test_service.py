@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 from tests.support.live_server import image, save_tiny
-from tests.support.service_in_process import PNG, asked, settings_for
+from tests.support.service_in_process import PNG, settings_for, with_client
 
 from vitrail.data.sources.source import Pixels
 from vitrail.explanations.request import ExplanationRequest
@@ -70,32 +70,32 @@ def test_the_token(bundle: Path) -> None:
                 ("POST", "/v1/models/reload"),
                 ("GET", "/metrics"),
             ):
-                answer = await client.request(method, path, headers=headers, content=image())
-                assert answer.status_code == 401
-                assert answer.headers["www-authenticate"] == "Bearer"
-                assert "token" in answer.json()["error"]
+                response = await client.request(method, path, headers=headers, content=image())
+                assert response.status_code == 401
+                assert response.headers["www-authenticate"] == "Bearer"
+                assert response.json()["error"].startswith("missing or wrong token: send ")
         for path in ("/", "/healthz", "/readyz", "/samples"):
             assert (await client.get(path)).status_code == 200
         right = {"authorization": "Bearer sesame"}
         assert (await client.post("/v1/predict", content=image(), headers={**right, **PNG})).status_code == 200
         assert (await client.get("/v1/models", headers=right)).status_code == 200
 
-    asked(settings_for(bundle, token="sesame"), ask)
+    with_client(settings_for(bundle, token="sesame"), ask)
 
 
 def test_other_origins_need_to_be_allowed(bundle: Path) -> None:
-    wanted = {"origin": "https://example.org", "access-control-request-method": "POST"}
+    target = {"origin": "https://example.org", "access-control-request-method": "POST"}
 
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
         allowed = bool(service.settings.origins)
-        before = await client.options("/v1/predict", headers=wanted)
+        before = await client.options("/v1/predict", headers=target)
         assert (before.status_code == 200) == allowed
         for origin, expected in (("https://example.org", allowed), ("https://evil.example", False)):
-            answer = await client.get("/healthz", headers={"origin": origin})
-            assert ("access-control-allow-origin" in answer.headers) == expected
+            response = await client.get("/healthz", headers={"origin": origin})
+            assert ("access-control-allow-origin" in response.headers) == expected
 
-    asked(settings_for(bundle, origins=("https://example.org",), token="t"), ask)
-    asked(settings_for(bundle), ask)
+    with_client(settings_for(bundle, origins=("https://example.org",), token="t"), ask)
+    with_client(settings_for(bundle), ask)
 
 
 # ── overload, deadlines, disconnects ──
@@ -113,18 +113,18 @@ def test_a_full_queue_refuses_and_loses_nothing(bundle: Path) -> None:
         more = [asyncio.create_task(one()) for _ in range(10)]
         await until(lambda: sum(task.done() for task in more) == 6)
         refused = [task.result() for task in more if task.done()]
-        assert {answer.status_code for answer in refused} == {503}
-        assert {answer.headers["retry-after"] for answer in refused} == {"1"}
+        assert {response.status_code for response in refused} == {503}
+        assert {response.headers["retry-after"] for response in refused} == {"1"}
         gate.open.set()
-        answers = [await first, *[await task for task in more]]
-        assert sorted(answer.status_code for answer in answers) == [200] * 5 + [503] * 6
+        responses = [await first, *[await task for task in more]]
+        assert sorted(response.status_code for response in responses) == [200] * 5 + [503] * 6
         assert sum(gate.sizes) == 5  # refused requests were not computed
         many = await client.post("/v1/predict", files=[("image", image())] * 5)
         assert many.status_code == 413
         with service.registry.use(None) as served:
             assert served.batcher.taken == 0
 
-    asked(settings_for(bundle, queue=4, wait=0), ask)
+    with_client(settings_for(bundle, queue=4, wait=0), ask)
 
 
 def test_the_deadline(bundle: Path) -> None:
@@ -142,7 +142,7 @@ def test_the_deadline(bundle: Path) -> None:
         with service.registry.use(None) as served:
             assert served.batcher.taken == 0
 
-    asked(settings_for(bundle, batch=1, deadline=1), ask)
+    with_client(settings_for(bundle, batch=1, deadline=1), ask)
 
 
 def test_disconnected_clients_are_not_computed(bundle: Path) -> None:
@@ -157,7 +157,7 @@ def test_disconnected_clients_are_not_computed(bundle: Path) -> None:
         assert (await client.post("/v1/predict", content=image(), headers=PNG)).status_code == 200
         assert gate.sizes == [1, 1]
 
-    asked(settings_for(bundle), ask)
+    with_client(settings_for(bundle), ask)
 
 
 def taken(service: Service) -> int:
@@ -167,17 +167,17 @@ def taken(service: Service) -> int:
 
 async def leave(service: Service, once: Callable[[], bool]) -> None:
     """Send a request and disconnect once a condition holds."""
-    told = [{"type": "http.request", "body": image(), "more_body": False}]
-    answers: list[Any] = []
+    messages = [{"type": "http.request", "body": image(), "more_body": False}]
+    responses: list[Any] = []
 
     async def receive() -> Any:
-        if told:
-            return told.pop()
+        if messages:
+            return messages.pop()
         await until(once)
         return {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:
-        answers.append(message)
+        responses.append(message)
 
     headers = [(b"content-type", b"image/png"), (b"content-length", b"1")]
     scope = {
@@ -185,7 +185,7 @@ async def leave(service: Service, once: Callable[[], bool]) -> None:
         "headers": headers, "http_version": "1.1", "scheme": "http", "client": None, "server": None, "root_path": "",
     }  # fmt: skip
     await service.app(scope, receive, send)
-    assert answers == []
+    assert responses == []
 
 
 def test_before_ready_and_after_stopping(bundle: Path) -> None:
@@ -193,14 +193,14 @@ def test_before_ready_and_after_stopping(bundle: Path) -> None:
         for stage, words in (("starting", "warming up"), ("stopping", "stopping")):
             service.lifecycle.stage = stage  # type: ignore[assignment]
             for method, path in (("GET", "/readyz"), ("POST", "/v1/predict"), ("POST", "/v1/models/reload")):
-                answer = await client.request(method, path, content=image(), headers=PNG)
-                assert answer.status_code == 503
-                assert words in answer.json()["error"]
-                assert int(answer.headers["retry-after"]) > 0
+                response = await client.request(method, path, content=image(), headers=PNG)
+                assert response.status_code == 503
+                assert words in response.json()["error"]
+                assert int(response.headers["retry-after"]) > 0
             assert (await client.get("/healthz")).status_code == 200
-        assert answer.headers["connection"] == "close"
+        assert response.headers["connection"] == "close"
 
-    asked(settings_for(bundle), ask)
+    with_client(settings_for(bundle), ask)
 
 
 def test_a_replaced_model_is_freed(bundle: Path) -> None:
@@ -212,17 +212,17 @@ def test_a_replaced_model_is_freed(bundle: Path) -> None:
         assert (await client.post("/v1/predict", content=image(), headers=PNG)).status_code == 200
         await until(lambda: old() is None)
 
-    asked(settings_for(bundle), ask)
+    with_client(settings_for(bundle), ask)
 
 
 def test_concurrent_reloads_share_one(bundle: Path) -> None:
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
-        answers = await asyncio.gather(*(client.post("/v1/models/reload") for _ in range(20)))
-        assert {(answer.status_code, answer.text) for answer in answers} == {(200, '{"reloaded":["m"]}')}
+        responses = await asyncio.gather(*(client.post("/v1/models/reload") for _ in range(20)))
+        assert {(response.status_code, response.text) for response in responses} == {(200, '{"reloaded":["m"]}')}
         assert service.counters.reloads.labels("done")._value.get() <= 2  # the running one, and one more
         assert (await client.post("/v1/models/reload?model=m")).status_code == 200
 
-    asked(settings_for(bundle), ask)
+    with_client(settings_for(bundle), ask)
 
 
 def test_reload_one_model_or_all(bundle: Path) -> None:
@@ -231,28 +231,30 @@ def test_reload_one_model_or_all(bundle: Path) -> None:
             assert (await client.post(f"/v1/models/reload{query}")).json() == {"reloaded": names}
         assert (await client.post("/v1/models/reload?model=third")).status_code == 422
 
-    asked(Settings(models=name_models([str(bundle), f"second={bundle}"]), device="cpu", allow_hosts=("service",)), ask)
+    with_client(
+        Settings(models=name_models([str(bundle), f"second={bundle}"]), device="cpu", allow_hosts=("service",)), ask
+    )
 
 
 def test_the_total_upload_limit(bundle: Path) -> None:
     async def ask(_: Service, client: httpx.AsyncClient) -> None:
-        answer = await client.post("/v1/predict", content=bytes(200_000), headers=PNG)
-        assert answer.status_code == 503
+        response = await client.post("/v1/predict", content=bytes(200_000), headers=PNG)
+        assert response.status_code == 503
         assert (await client.post("/v1/predict", content=image(), headers=PNG)).status_code == 200
 
-    asked(settings_for(bundle, uploads_limit=0.1), ask)
+    with_client(settings_for(bundle, uploads_limit=0.1), ask)
 
 
 def test_an_internal_error_shows_no_traceback(bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
         with service.registry.use(None) as served:
             served.batcher._compute = lambda operation, images: 1 / 0  # type: ignore[assignment,return-value]
-        answer = await client.post("/v1/predict", content=image(), headers=PNG)
-        assert answer.status_code == 500
-        assert answer.json()["error"] == "internal error; see the service's log"
-        assert "division" not in answer.text
+        response = await client.post("/v1/predict", content=image(), headers=PNG)
+        assert response.status_code == 500
+        assert response.json()["error"] == "internal error; see the service's log"
+        assert "division" not in response.text
 
-    asked(settings_for(bundle), ask)
+    with_client(settings_for(bundle), ask)
 
 
 # ── batching ──
@@ -260,10 +262,10 @@ def test_an_internal_error_shows_no_traceback(bundle: Path, caplog: pytest.LogCa
 
 def test_only_equal_operations_share_a_batch() -> None:
     async def run() -> None:
-        asked: list[tuple[Any, int]] = []
+        calls: list[tuple[Any, int]] = []
 
         def compute(operation: Any, images: Sequence[Pixels]) -> list[int]:
-            asked.append((operation, len(images)))
+            calls.append((operation, len(images)))
             return [int(image[0, 0, 0]) for image in images]
 
         batcher = Batcher("m", compute, batch=4, wait=0.05, queue=100, counters=Counters())
@@ -271,9 +273,9 @@ def test_only_equal_operations_share_a_batch() -> None:
         operations = [Predict(1), Predict(1), Predict(2), Predict(1), Predict(2)] * 2
         pixels = [np.full((1, 1, 3), number, np.uint8) for number in range(len(operations))]
         slots = batcher.reserve(len(operations))
-        found = await asyncio.gather(*map(batcher.submit, operations, pixels, slots))
-        assert found == list(range(10))  # every image gets its own result
-        assert asked == [(Predict(1), 4), (Predict(2), 4), (Predict(1), 2)]
+        result = await asyncio.gather(*map(batcher.submit, operations, pixels, slots))
+        assert result == list(range(10))  # every image gets its own result
+        assert calls == [(Predict(1), 4), (Predict(2), 4), (Predict(1), 2)]
         assert batcher.taken == 0
         await batcher.close()
 
@@ -364,4 +366,4 @@ def test_many_explanations_are_refused_and_predictions_are_not(bundle: Path) -> 
         gate.open.set()
         assert {(await task).status_code for task in (first, *more, *predicted)} == {200}
 
-    asked(settings_for(bundle, queue=8), ask)
+    with_client(settings_for(bundle, queue=8), ask)

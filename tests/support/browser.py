@@ -14,16 +14,16 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 @contextmanager
 def chromium() -> Iterator[Any]:
     """Start the installed browser. Without one, tests are skipped, or fail in CI."""
-    found = next((path for name in NAMES if (path := shutil.which(name))), None)
-    if found is None:
-        missing = "there is no Chromium on this machine; run scripts/install-chromium"
+    result = next((path for name in NAMES if (path := shutil.which(name))), None)
+    if result is None:
+        missing = "Chromium is not installed; run scripts/install-chromium"
         if os.environ.get("CI"):
             pytest.fail(missing)
         pytest.skip(missing)
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=result, args=["--no-sandbox"])
         try:
             yield browser
         finally:

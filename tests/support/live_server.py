@@ -34,7 +34,7 @@ def server(
 ) -> Iterator[Running]:
     """Run `vitrail serve` until the end of the block; the block may stop it earlier.
 
-    In float32 unless something else is asked for, so that answers can be compared digit by digit.
+    In float32 unless the settings say otherwise, so that predictions can be compared exactly.
     """
     few = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({descriptors}, {descriptors}))\n"
     process = forked_commands.start(
@@ -50,9 +50,9 @@ def server(
     watch.start()
     reader.start()
     try:
-        said = process.stdout.readline()
-        assert said.startswith("ready after "), "".join(log)
-        yield Running(process, said.split(" at ")[1].strip().rstrip("/"), log)
+        output = process.stdout.readline()
+        assert output.startswith("ready after "), "".join(log)
+        yield Running(process, output.split(" at ")[1].strip().rstrip("/"), log)
     finally:
         watch.cancel()
         if process.poll() is None:

@@ -104,7 +104,7 @@ class Visit(NamedTuple):
 
     def pixels(self, panel: int = 0) -> str:
         """Return a downscaled copy of the canvas."""
-        found: str = self.part("canvas", panel).evaluate(
+        result: str = self.part("canvas", panel).evaluate(
             """canvas => {
                 const small = Object.assign(document.createElement("canvas"), { width: 48, height: 48 });
                 const context = small.getContext("2d", { willReadFrequently: true });
@@ -112,16 +112,16 @@ class Visit(NamedTuple):
                 return context.getImageData(0, 0, 48, 48).data.join();
             }"""
         )
-        return found
+        return result
 
-    def asked(self) -> list[str]:
+    def inference_requests(self) -> list[str]:
         """Return the inference requests so far."""
         return [url for url in self.requests if "/v1/" in url]
 
     def hash(self) -> str:
         """Return the URL hash."""
-        found: str = self.page.evaluate("location.hash")
-        return found
+        result: str = self.page.evaluate("location.hash")
+        return result
 
     def over(self, row: int, column: int, grid: tuple[int, int], panel: int = 0) -> None:
         """Move the pointer to the middle of a patch."""

@@ -20,7 +20,7 @@ def import_peer(name: str) -> ModuleType:
 def _mend_torchvision() -> None:
     """Define the two operators that torchvision's wheel lacks with a CPU build of torch, if they are missing.
 
-    The wheel from PyPI is built for CUDA. Beside a CPU torch its compiled operators do not load, and the import fails
+    The wheel from PyPI is built for CUDA. With a CPU torch, its compiled operators do not load, and the import fails
     because it registers shape functions for operators that do not exist. No test of ours calls them.
     """
     try:
@@ -70,8 +70,8 @@ def rename(state: dict[str, Tensor], table: dict[str, str]) -> dict[str, Tensor]
     return renamed
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Return the maximum difference, relative to the largest expected value."""
-    assert found.shape == expected.shape, (found.shape, expected.shape)
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
     assert expected.abs().max() > 0.01, "an output of zeros proves nothing"
-    return float((found - expected).abs().max() / expected.abs().max())
+    return float((actual - expected).abs().max() / expected.abs().max())

@@ -119,7 +119,7 @@ class Naive:
         return torch.cat([weights[h] @ value[:, h * wide : (h + 1) * wide] for h in range(self.config.heads)], dim=1)
 
     def __call__(self, image: Tensor) -> Pass:
-        found, config, D = Pass(), self.config, self.config.width
+        result, config, D = Pass(), self.config, self.config.width
         patches = self.stem.patch_embed(image[None].double())[0].detach()
         special = {"class": "cls_token", "distillation": "dist_token"}
         rows = [
@@ -132,10 +132,10 @@ class Naive:
         for i in range(config.depth):
             at = f"blocks.{i}."
             read = self.norm(x, at + "norm1") if config.norm_order == "pre" else x
-            found.entering.append(read)
+            result.entering.append(read)
             query, key, value = self.linear(read, at + "attn.qkv").split(D, dim=1)
             weights = self.looks(query, key)
-            found.attention.append(weights)
+            result.attention.append(weights)
             y = self.linear(self.gathered(weights, value), at + "attn.proj")
             scale = [self.w.get(f"{at}ls{j}.gamma", torch.tensor(1.0)) for j in (1, 2)]
             if config.norm_order == "pre":
@@ -146,10 +146,10 @@ class Naive:
                 x = self.norm(x + self.mlp(x, at + "mlp") * scale[1], at + "norm2")
         if config.final_norm == "before_pool":
             x = self.norm(x, "norm")
-        found.normed, found.logits = x, self.answer(x, found)
-        return found
+        result.normed, result.logits = x, self.classify(x, result)
+        return result
 
-    def answer(self, x: Tensor, found: Pass) -> Tensor:
+    def classify(self, x: Tensor, run: Pass) -> Tensor:
         match self.config.pool:
             case "none":
                 return self.linear(x, "head")
@@ -164,7 +164,7 @@ class Naive:
                 query = self.linear(self.w["attn_pool.latent"][0], "attn_pool.q")
                 key, value = self.linear(x[self.pooled_over], "attn_pool.kv").split(self.config.width, dim=1)
                 weights = self.looks(query, key)
-                found.pooling = weights
+                run.pooling = weights
                 pooled = self.linear(self.gathered(weights, value), "attn_pool.proj")
                 pooled = (pooled + self.mlp(self.norm(pooled, "attn_pool.norm"), "attn_pool.mlp"))[0]
         if self.config.final_norm == "after_pool":
@@ -191,15 +191,15 @@ class Naive:
         return torch.stack([self.grid(self.row(head, query, None)) for head in self(image).attention[layer]])
 
     def rollout(self, image: Tensor, query: str | None, fuse: str, discard: float) -> Tensor:
-        found = self(image)
+        result = self(image)
         product = torch.eye(len(self.names), dtype=torch.float64)
-        for weights in found.attention:
+        for weights in result.attention:
             layer = self.without_smallest(self.fused(weights, fuse), discard)
             layer = (layer + torch.eye(len(layer))) / 2
             product = torch.stack([line / line.sum() for line in layer]) @ product
         pool_row = None
-        if found.pooling is not None:
-            pool_row = self.without_smallest(self.fused(found.pooling, fuse), discard)[0]
+        if result.pooling is not None:
+            pool_row = self.without_smallest(self.fused(result.pooling, fuse), discard)[0]
             pool_row = pool_row / pool_row.sum()
         return self.grid(self.row(product, query, pool_row))
 
@@ -214,27 +214,27 @@ class Naive:
         return flat.reshape(matrix.shape)
 
     def relevance(self, image: Tensor, target: int, query: str | None) -> Tensor:
-        found = self(image)
-        layers = [*found.attention, *([] if found.pooling is None else [found.pooling])]
-        slopes = torch.autograd.grad(self.score(found, target, query), layers)
+        result = self(image)
+        layers = [*result.attention, *([] if result.pooling is None else [result.pooling])]
+        slopes = torch.autograd.grad(self.score(result, target, query), layers)
         R = torch.eye(len(self.names), dtype=torch.float64)
         for weights, slope in list(zip(layers, slopes, strict=True))[: self.config.depth]:
             R = R + (weights * slope).clamp(min=0).mean(0) @ R
         if "distillation" in self.names:
             return self.grid((self.row(R, "class", None) + self.row(R, "distillation", None)) / 2)
-        pool_row = None if found.pooling is None else (layers[-1] * slopes[-1]).clamp(min=0).mean(0)[0]
+        pool_row = None if result.pooling is None else (layers[-1] * slopes[-1]).clamp(min=0).mean(0)[0]
         return self.grid(self.row(R, query, pool_row))
 
     def gradcam(self, image: Tensor, target: int, layer: int | None, query: str | None) -> Tensor:
-        found = self(image)
-        features = found.entering[-1 if layer is None else layer]
+        result = self(image)
+        features = result.entering[-1 if layer is None else layer]
         if layer is None and self.config.pool in ("mean", "map"):
-            features = found.normed
-        (slope,) = torch.autograd.grad(self.score(found, target, query), features)
+            features = result.normed
+        (slope,) = torch.autograd.grad(self.score(result, target, query), features)
         importance = sum(slope[place] for place in self.patches) / len(self.patches)
         return self.grid((features @ importance).clamp(min=0))
 
-    def score(self, found: Pass, target: int, query: str | None) -> Tensor:
+    def score(self, run: Pass, target: int, query: str | None) -> Tensor:
         if self.config.pool != "none":
-            return found.logits[target]
-        return found.logits[self.names.index(query or "class"), target]
+            return run.logits[target]
+        return run.logits[self.names.index(query or "class"), target]

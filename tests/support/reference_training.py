@@ -35,7 +35,7 @@ def tiny(**options: Any) -> ViT:
 def batches(count: int, mixed: str = "none") -> list[Batch]:
     """Draw batches; `mixed` says how neighbours are mixed."""
     generator = torch.Generator().manual_seed(1)
-    found = []
+    results = []
     for _ in range(count):
         pixels = torch.randint(0, 4, (IMAGES, 3, SIDE, SIDE), generator=generator, dtype=torch.uint8)
         labels = torch.randint(0, CLASSES, (IMAGES,), generator=generator)
@@ -46,8 +46,8 @@ def batches(count: int, mixed: str = "none") -> list[Batch]:
             box[:4] = torch.tensor([[0, 0, 4, 4], [2, 5, 8, 7]]).repeat_interleave(2, dim=0)
             covered = (box[:4, 2] - box[:4, 0]) * (box[:4, 3] - box[:4, 1])
             share[:4] = 1 - covered / SIDE**2
-        found.append(Batch(pixels, labels, torch.arange(IMAGES), share, box))
-    return found
+        results.append(Batch(pixels, labels, torch.arange(IMAGES), share, box))
+    return results
 
 
 class Case(NamedTuple):

@@ -13,7 +13,7 @@ from vitrail.serving.settings import Settings, name_models
 PNG = {"content-type": "image/png"}
 
 
-def asked(
+def with_client(
     settings: Settings, ask: Callable[[Service, httpx.AsyncClient], Awaitable[None]], *, start: bool = True
 ) -> None:
     """Start a service, run requests, and stop it."""

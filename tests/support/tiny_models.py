@@ -56,5 +56,5 @@ def pixels(count: int, channels: int = 3, seed: int = 1) -> Tensor:
 @torch.inference_mode()
 def eager(made: Bundle, images: Tensor) -> Tensor:
     """Return the model's output in float32."""
-    answers: Tensor = made.model(made.preprocess.normalise(images))
-    return answers
+    outputs: Tensor = made.model(made.preprocess.normalise(images))
+    return outputs

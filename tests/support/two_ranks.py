@@ -76,9 +76,9 @@ def a_step(ranks: Ranks) -> None:
     (batch,), alone = batches(1), Ranks(Processes(), CPU)
     model, state, recipe = begin("conv")
     with torch.no_grad():
-        answers = model(EXACT.normalise(batch.pixels)).argmax(dim=1)
+        predictions = model(EXACT.normalise(batch.pixels)).argmax(dim=1)
     wrong = torch.tensor([0, 0, 0, 1, 1, 0, 1, 1])  # rank 0 has three correct predictions, rank 1 has one
-    batch = batch._replace(labels=(answers + wrong) % model.config.classes)
+    batch = batch._replace(labels=(predictions + wrong) % model.config.classes)
     expected = Stepper(recipe, EXACT, CPU, "float32", None, alone).step(state, model, batch, 0.01)
     shared, state, _ = begin("conv")
     share = half_of(batch, ranks.processes.rank)
@@ -86,7 +86,9 @@ def a_step(ranks: Ranks) -> None:
     stepped = pending.read()
     if ranks.is_main:  # reading again must not communicate
         check(pending.read() == stepped, "numbers that are read twice")
-    check(stepped.correct == expected.correct == 4, f"{stepped.correct} right answers and not {expected.correct}")
+    check(
+        stepped.correct == expected.correct == 4, f"{stepped.correct} correct predictions instead of {expected.correct}"
+    )
     check(abs(stepped.loss - expected.loss) < 1e-5, "the loss of both")
     check(abs(stepped.gradient_norm - expected.gradient_norm) < 1e-4, "the gradient of both")
     check(all(torch.allclose(p, shared.get_parameter(n), atol=1e-6) for n, p in model.named_parameters()), "weights")

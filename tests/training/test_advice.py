@@ -18,31 +18,31 @@ TINY = ["model.width=16", "model.depth=1", "model.heads=1", "model.patch_size=16
 
 
 @pytest.mark.parametrize(
-    ("images", "side", "fresh", "said"),
+    ("images", "side", "fresh", "warns"),
     [(551, 300, True, True), (551, 300, False, False), (FEW, 300, True, False), (551, 28, True, False)],
 )
-def test_training_from_scratch_on_few_photos_warns(images: int, side: int, fresh: bool, said: bool) -> None:
-    found = before_training(DataFacts(images, ("cat", "dog"), side, grey=False), fresh=fresh)
-    assert bool(found) == said
-    if said:
-        assert found[0].startswith("few photos: training from scratch on 551 images")
-        assert f"--from {PRETRAINED}" in found[1]
-        assert "hf download timm/vit_small_patch16_224.augreg_in21k --local-dir vit-small" in found[1]
+def test_training_from_scratch_on_few_photos_warns(images: int, side: int, fresh: bool, warns: bool) -> None:
+    result = before_training(DataFacts(images, ("cat", "dog"), side, grey=False), fresh=fresh)
+    assert bool(result) == warns
+    if warns:
+        assert result[0].startswith("few photos: training from scratch on 551 images")
+        assert f"--from {PRETRAINED}" in result[1]
+        assert "hf download timm/vit_small_patch16_224.augreg_in21k --local-dir vit-small" in result[1]
 
 
 def test_the_suggested_name_can_be_opened() -> None:
-    found = parse(PRETRAINED)
-    assert found is not None
-    assert found.repository == "timm/vit_small_patch16_224.augreg_in21k"
+    result = parse(PRETRAINED)
+    assert result is not None
+    assert result.repository == "timm/vit_small_patch16_224.augreg_in21k"
 
 
 def test_a_gap_between_training_and_validation_warns() -> None:
     steps = [{"step": step, "accuracy": step / 100} for step in range(1, 101)]
     for best, warned in ((50, False), (100, True)):
         validations = [{"step": 50, "val_top1": 0.45, "best": 50}, {"step": 100, "val_top1": 0.5, "best": best}]
-        said = gap_warning([*steps, *validations], 100)
-        assert bool(said) == warned, "what counts is the checkpoint that is kept"
-    assert said[0].startswith("overfitting: 98.0% on the augmented training images, 50.0% on the 100 ")
+        message = gap_warning([*steps, *validations], 100)
+        assert bool(message) == warned, "what counts is the checkpoint that is kept"
+    assert message[0].startswith("overfitting: 98.0% on the augmented training images, 50.0% on the 100 ")
     assert gap_warning(steps, 100) == []
     assert gap_warning(validations, 100) == []
     assert gap_warning([*steps, *validations], 4) == [], "two of four images may be chance"
@@ -71,7 +71,7 @@ def test_a_sweep_prints_data_messages_once(photos: Path, tmp_path: Path, capsys:
     for text in ("WARNING: few photos", "WARNING: better: start from a pretrained", "again.png"):
         assert shown.count(text) <= 1, text
     assert "WARNING: few photos" in shown
-    assert "again.png" in shown, "conflicting labels are said once, too"
+    assert "again.png" in shown, "conflicting labels are reported once, too"
     for candidate in done.candidates:
         log = (candidate.folder / "log.txt").read_text()
         assert log.count("WARNING: few photos") == 1, "the log of every run is complete"

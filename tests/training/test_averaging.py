@@ -147,5 +147,5 @@ def test_a_state_of_another_model_raises() -> None:
 
 def test_averaging_none_raises() -> None:
     assert not Averaging().on
-    with pytest.raises(ConfigError, match="'none'"):
+    with pytest.raises(ConfigError, match=r"averaging\.kind is 'none', so no average is kept"):
         Average(nn.Linear(1, 1), Averaging())

@@ -35,10 +35,10 @@ def row(step: int, **more: float) -> dict[str, Any]:
 
 
 def status() -> Status:
-    found = Status()
+    result = Status()
     for step in range(1, 2001):
-        found.update(row(step))
-    return found
+        result.update(row(step))
+    return result
 
 
 def printed(thing: object, width: int) -> list[str]:

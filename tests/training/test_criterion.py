@@ -107,9 +107,9 @@ def test_the_sweep_table_shows_the_criterion(
     command = ["vitrail", "train", str(uneven), "--device", "cpu", "--workers", "0", "--run", str(tmp_path / "typed")]
     monkeypatch.setattr(sys, "argv", [*command, *words, "--sweep", "optimizer.lr=0.0001,0.03"])
     assert _run() == 0
-    said = capsys.readouterr()
-    assert "val macro-F1" in said.out
-    assert "has the best macro-F1 on the validation split" in said.err
+    output = capsys.readouterr()
+    assert "val macro-F1" in output.out
+    assert "has the best macro-F1 on the validation split" in output.err
 
 
 def test_runs_with_and_without_class_weights_are_compared_by_balanced_accuracy() -> None:
@@ -122,9 +122,9 @@ def test_runs_with_and_without_class_weights_are_compared_by_balanced_accuracy()
 def test_scores_match_the_evaluation(seed: int, classes: int, images: int) -> None:
     rng = np.random.default_rng(seed)
     probabilities = rng.dirichlet(np.ones(classes), images).astype(np.float32)
-    found = validation_metrics(Predictions(probabilities, rng.integers(0, classes, images), np.arange(images)))
+    result = validation_metrics(Predictions(probabilities, rng.integers(0, classes, images), np.arange(images)))
     for criterion in CRITERIA:
         sign = -1 if criterion == "loss" else 1
-        assert score(found, criterion) == pytest.approx(sign * found[COLUMNS[criterion]], abs=1e-4)
-    worse = {**found, "val_loss": found["val_loss"] + 1}
-    assert all(score(worse, criterion) < score(found, criterion) for criterion in CRITERIA), "the loss breaks ties"
+        assert score(result, criterion) == pytest.approx(sign * result[COLUMNS[criterion]], abs=1e-4)
+    worse = {**result, "val_loss": result["val_loss"] + 1}
+    assert all(score(worse, criterion) < score(result, criterion) for criterion in CRITERIA), "the loss breaks ties"

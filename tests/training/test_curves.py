@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.browser import chromium
+from tests.support.browser import chromium
 
 from vitrail.training.curves import Curve, curve, curve_charts, curves_svg, draw_curves, headlines
 from vitrail.training.objectives import loss_note

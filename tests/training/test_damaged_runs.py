@@ -41,8 +41,8 @@ def states(place: Path) -> list[Path]:
 
 
 def state(place: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads((states(place)[-1] / "state.json").read_text(encoding="utf-8"))
-    return found
+    results: dict[str, object] = json.loads((states(place)[-1] / "state.json").read_text(encoding="utf-8"))
+    return results
 
 
 def train_still(place: Path) -> Run:
@@ -55,7 +55,7 @@ def still(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_run(place)
     shutil.rmtree(place / "run")
     train_still(place)
-    assert state(place)["best_step"] not in [int(found.name) for found in states(place)]
+    assert state(place)["best_step"] not in [int(result.name) for result in states(place)]
     return place
 
 
@@ -82,8 +82,8 @@ def test_best_is_recovered_from_the_state(harm: str, tmp_path: Path) -> None:
     assert run.metrics.top1 == result
     assert "nothing is lost" in log(tmp_path)
     assert str(best) in log(tmp_path)
-    found = load_file(best / "model.safetensors")
-    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    results = load_file(best / "model.safetensors")
+    assert all(torch.equal(results[name], whole[name]) for name in whole)
     assert (tmp_path / "run" / "corrupt-best").is_dir() == (harm != "missing")
     before = log(tmp_path).count("nothing is lost")
     train_tiny(tmp_path)
@@ -102,9 +102,9 @@ def test_a_lost_best_checkpoint_is_replaced_and_reported(still: Path, tmp_path: 
     assert state(tmp_path)["best_step"] == last
     assert run.bundle.provenance["trained"]["step"] == last
     assert json.loads(result.read_text(encoding="utf-8"))["top1"] == run.metrics.top1
-    said = log(tmp_path).count("are lost")
+    times = log(tmp_path).count("are lost")
     train_still(tmp_path)
-    assert log(tmp_path).count("are lost") == said
+    assert log(tmp_path).count("are lost") == times
 
 
 def test_a_lost_best_checkpoint_is_replaced_before_resuming(still: Path, tmp_path: Path) -> None:
@@ -118,13 +118,13 @@ def test_a_lost_best_checkpoint_is_replaced_before_resuming(still: Path, tmp_pat
 
 def test_a_lost_best_checkpoint_is_replaced_at_any_score(tmp_path: Path) -> None:
     """With the loss as criterion any score below 0 is possible, so none can mean "no best model yet"."""
-    said: list[str] = []
+    messages: list[str] = []
     state = tiny_state(4)
     state.progress.best_step, state.progress.highest = 2, -0.5
     ranks = Ranks(Processes(), torch.device("cpu"))
-    best = Best(tmp_path, state, ranks, said.append, lambda *_: pytest.fail("there are no weights"))
+    best = Best(tmp_path, state, ranks, messages.append, lambda *_: pytest.fail("there are no weights"))
     assert best.check() == "lost"
-    assert said == [
+    assert messages == [
         f"{tmp_path / 'best'} is missing; the best weights, from step 2, are lost and replaced by the weights of step 4"
     ]
     assert state.progress.best_step == 0
@@ -148,8 +148,8 @@ def test_best_of_a_run_killed_before_saving_is_intact(tmp_path: Path) -> None:
     content["vitrail"]["provenance"]["trained"]["step"] = 1 + int(states(tmp_path)[-1].name)
     config.write_text(json.dumps(content), encoding="utf-8")
     train_tiny(tmp_path)
-    going_on = log(tmp_path).rindex("resuming from step")
-    assert "corrupt-best" not in log(tmp_path)[: log(tmp_path).index("memory:", going_on)]
+    resumed = log(tmp_path).rindex("resuming from step")
+    assert "corrupt-best" not in log(tmp_path)[: log(tmp_path).index("memory:", resumed)]
 
 
 @pytest.mark.parametrize("file", ["recipe.toml", "split.json", "origin.json"])
@@ -157,10 +157,10 @@ def test_best_of_a_run_killed_before_saving_is_intact(tmp_path: Path) -> None:
 def test_a_corrupt_file_is_named(file: str, content: bytes, tmp_path: Path) -> None:
     make_run(tmp_path)
     (tmp_path / "run" / file).write_bytes(content)
-    with pytest.raises((CheckpointError, ConfigError, DataError)) as found:
+    with pytest.raises((CheckpointError, ConfigError, DataError)) as result:
         train_tiny(tmp_path)
-    assert file in str(found.value) or str(tmp_path / "run") in str(found.value)
-    assert "\n" not in str(found.value)
+    assert file in str(result.value) or str(tmp_path / "run") in str(result.value)
+    assert "\n" not in str(result.value)
 
 
 def test_the_command_prints_one_sentence(
@@ -173,10 +173,10 @@ def test_the_command_prints_one_sentence(
     monkeypatch.setattr(sys, "argv", ["vitrail", *words])
     with pytest.raises(SystemExit) as ended:
         main()
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert ended.value.code == 2
-    assert "recipe.toml is not TOML" in said
-    assert len(said.strip().splitlines()) == 1
+    assert "recipe.toml is not TOML" in output
+    assert len(output.strip().splitlines()) == 1
 
 
 def test_a_replaced_image_raises(tmp_path: Path) -> None:
@@ -192,13 +192,13 @@ def test_a_rewritten_image_is_reported_once(tmp_path: Path) -> None:
     make_run(tmp_path)
     train_tiny(tmp_path)
     images = sorted((tmp_path / "data").rglob("*.png"))[:2]
-    said = log(tmp_path).count("been rewritten or copied")
+    times = log(tmp_path).count("been rewritten or copied")
     for image in images:
         flip(image)
     train_tiny(tmp_path)
     assert "and 1 more image have been rewritten or copied since the run started" in log(tmp_path)
     train_tiny(tmp_path)
-    assert log(tmp_path).count("been rewritten or copied") == said + 1
+    assert log(tmp_path).count("been rewritten or copied") == times + 1
 
 
 def tiny_state(step: int) -> State:

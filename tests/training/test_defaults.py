@@ -62,8 +62,8 @@ def test_a_run_on_a_cpu_takes_minutes(facts: DataFacts, minutes: float) -> None:
 def test_defaults_respect_explicit_settings(changes: list[str], expected: dict[str, Any]) -> None:
     plan = planned(DIGITS, *changes)
     assert {name: getattr(plan.model, name) for name in expected} == expected
-    asked = {change.split("=")[0] for change in changes}
-    assert not asked & {choice.field for choice in plan.defaults}
+    requested = {change.split("=")[0] for change in changes}
+    assert not requested & {choice.field for choice in plan.defaults}
 
 
 def test_a_named_model_is_not_changed() -> None:

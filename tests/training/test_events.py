@@ -28,21 +28,21 @@ def read_back(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Return the scalars that TensorBoard reads, by tag."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    return {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+    result = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(event.step, event.value) for event in result.Scalars(tag)] for tag in result.Tags()["scalars"]}
 
 
 def metrics_file(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Return the numbers of the metrics file, by their expected tag."""
     rows = MetricsFile.read(folder)
-    found = {tag: [(row["step"], row[name]) for row in rows if name in row] for name, tag in TAGS.items()}
-    return {tag: points for tag, points in found.items() if points}
+    result = {tag: [(row["step"], row[name]) for row in rows if name in row] for name, tag in TAGS.items()}
+    return {tag: points for tag, points in result.items() if points}
 
 
-def assert_the_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_the_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     for tag, points in expected.items():
-        assert [step for step, _ in found[tag]] == [step for step, _ in points], tag
-        assert [value for _, value in found[tag]] == pytest.approx([value for _, value in points], rel=1e-6), tag
+        assert [step for step, _ in actual[tag]] == [step for step, _ in points], tag
+        assert [value for _, value in actual[tag]] == pytest.approx([value for _, value in points], rel=1e-6), tag
 
 
 @pytest.mark.slow
@@ -59,20 +59,20 @@ def test_a_killed_and_resumed_run_has_every_point_exactly_once(tmp_path: Path) -
     before = len(MetricsFile.read(folder))
     train("digits", changes=CHANGES, folder=folder, device="cpu", workers=0, quiet=True)
 
-    rows, found = MetricsFile.read(folder), read_back(folder / "tensorboard")
+    rows, result = MetricsFile.read(folder), read_back(folder / "tensorboard")
     steps = [row["step"] for row in rows if "loss" in row]
     assert steps == list(range(1, 21))
     assert 2 <= before < len(rows)
     assert len(list((folder / "tensorboard").iterdir())) == 2
-    assert_the_same(found, metrics_file(folder))
-    assert set(found) == set(TAGS.values())
+    assert_the_same(result, metrics_file(folder))
+    assert set(result) == set(TAGS.values())
     for tag in ("speed/images_per_second", "speed/waiting_fraction"):
-        points = [step for step, _ in found[tag]]
+        points = [step for step, _ in result[tag]]
         # The first step of a session loads libraries and compiles: it has no throughput.
         assert points[0] == 2
         assert points[-1] == steps[-1]
         assert len(points) == len(steps) - 2
-    assert all(0 <= share <= 1 for _, share in found["speed/waiting_fraction"])
+    assert all(0 <= share <= 1 for _, share in result["speed/waiting_fraction"])
 
 
 def test_repeated_steps_replace_earlier_events(tmp_path: Path) -> None:

@@ -41,23 +41,23 @@ def weights(bundle: Bundle) -> dict[str, torch.Tensor]:
 def test_a_zero_head_is_a_single_linear_layer() -> None:
     pretrained = old_bundle(representation=12)
     before = weights(pretrained)
-    found = fit(pretrained, FinetuneInit(head="zero"))
-    after = weights(found)
-    assert (found.model.config.representation, found.classes) == (None, DIGITS)
+    result = fit(pretrained, FinetuneInit(head="zero"))
+    after = weights(result)
+    assert (result.model.config.representation, result.classes) == (None, DIGITS)
     assert after["head.weight"].shape == (10, 24)
     assert not after["head.weight"].any()
     assert not after["head.bias"].any()
     rest = {name for name in before if not name.startswith(("head", "pre_logits"))}
     assert after.keys() == rest | {"head.weight", "head.bias"}
     assert all(torch.equal(after[name], before[name]) for name in rest)
-    assert found.provenance["adapted"] == ["zero head for 10 classes"]
+    assert result.provenance["adapted"] == ["zero head for 10 classes"]
     with torch.no_grad():
-        assert not found.model.eval()(torch.rand(2, 3, 8, 8)).any()
+        assert not result.model.eval()(torch.rand(2, 3, 8, 8)).any()
 
 
 def test_both_heads_of_a_distilled_model_become_zero() -> None:
-    found = fit(old_bundle(distillation_token=True), FinetuneInit(head="zero"))
-    assert not any(tensor.any() for name, tensor in weights(found).items() if name.startswith("head"))
+    result = fit(old_bundle(distillation_token=True), FinetuneInit(head="zero"))
+    assert not any(tensor.any() for name, tensor in weights(result).items() if name.startswith("head"))
 
 
 def test_a_head_is_kept_only_for_the_same_classes() -> None:
@@ -75,17 +75,17 @@ def test_a_head_is_kept_only_for_the_same_classes() -> None:
 @pytest.mark.parametrize("positions", ["google", "timm"])
 def test_positions_are_resampled_with_the_chosen_method(positions: Any) -> None:
     pretrained = old_bundle()
-    found = fit(pretrained, FinetuneInit(positions=positions), image_size=16)
+    result = fit(pretrained, FinetuneInit(positions=positions), image_size=16)
     grid = resample_grid(pretrained.model.pos_embed[:, 1:].detach(), (2, 2), (4, 4), positions)
-    torch.testing.assert_close(found.model.pos_embed[:, 1:].detach(), grid)
+    torch.testing.assert_close(result.model.pos_embed[:, 1:].detach(), grid)
 
 
 def test_the_pretrained_bundle_is_not_changed() -> None:
     pretrained = old_bundle(representation=12)
     before, config, preprocess = weights(pretrained), pretrained.model.config, pretrained.preprocess
-    found = fit(pretrained, FinetuneInit(head="zero"), image_size=16, channels=1, mlp_dropout=0.3)
+    result = fit(pretrained, FinetuneInit(head="zero"), image_size=16, channels=1, mlp_dropout=0.3)
     with torch.no_grad():
-        for parameter in found.model.parameters():
+        for parameter in result.model.parameters():
             parameter.add_(1)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(pretrained).items())
     assert (pretrained.model.config, pretrained.preprocess, pretrained.classes, pretrained.provenance) == (
@@ -99,20 +99,20 @@ def test_the_pretrained_bundle_is_not_changed() -> None:
 def test_metrics_of_the_pretrained_model_are_dropped() -> None:
     pretrained = old_bundle()
     pretrained.provenance.update({"source": "elsewhere", "metrics": {"accuracy": "99.0%"}})
-    found = fit(pretrained, FinetuneInit(head="zero"))
-    assert found.provenance["source"] == "elsewhere"
-    assert "metrics" not in found.provenance
+    result = fit(pretrained, FinetuneInit(head="zero"))
+    assert result.provenance["source"] == "elsewhere"
+    assert "metrics" not in result.provenance
     assert "metrics" in pretrained.provenance
 
 
 def test_fields_without_weights_can_be_changed() -> None:
-    found = fit(
+    result = fit(
         old_bundle(mlp_dropout=0.5), FinetuneInit(), mlp_dropout=0.0, stochastic_depth=0.2, init="paper", pool="mean"
     )
-    config = found.model.config
+    config = result.model.config
     assert (config.mlp_dropout, config.stochastic_depth, config.pool) == (0.0, 0.2, "mean")
-    assert {module.p for module in found.model.modules() if isinstance(module, torch.nn.Dropout)} == {0.0}
-    assert not found.model.head.weight.any()  # initialised as in the paper, not as in timm
+    assert {module.p for module in result.model.modules() if isinstance(module, torch.nn.Dropout)} == {0.0}
+    assert not result.model.head.weight.any()  # initialised as in the paper, not as in timm
 
 
 def test_another_structure_raises() -> None:
@@ -143,30 +143,30 @@ def run(recipe: str, pretrained: Bundle, folder: Path, *changes: str) -> Bundle:
 
 def test_a_linear_probe_changes_only_the_head(tmp_path: Path) -> None:
     pretrained = old_bundle(channels=1, stem="conv_stem", mlp_dropout=0.5)
-    found = run("linear-probe", pretrained, tmp_path / "run", "epochs=none", "steps=3")
-    before, after = weights(pretrained), weights(found)
+    result = run("linear-probe", pretrained, tmp_path / "run", "epochs=none", "steps=3")
+    before, after = weights(pretrained), weights(result)
     assert all(torch.equal(after[name], before[name]) for name in before if not name.startswith("head"))
     assert after["head.weight"].shape == (10, 24)
-    assert found.model.config.mlp_dropout == 0
+    assert result.model.config.mlp_dropout == 0
 
 
 def test_two_runs_start_with_the_same_new_head(tmp_path: Path) -> None:
     changes = ("steps=1", "schedule.warmup_fraction=0.0", "optimizer.lr=1e-9")
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     for name in ("one", "other"):
-        torch.manual_seed(len(found))
-        found.append(weights(run("finetune", old_bundle(), tmp_path / name, *changes))["head.weight"])
-    assert found[0].any()
-    assert torch.equal(found[0], found[1])
+        torch.manual_seed(len(results))
+        results.append(weights(run("finetune", old_bundle(), tmp_path / name, *changes))["head.weight"])
+    assert results[0].any()
+    assert torch.equal(results[0], results[1])
 
 
 def test_the_papers_fine_tuning_runs(tmp_path: Path) -> None:
     pretrained = old_bundle(representation=12, patch_dropout=0.0)
     changes = ("steps=3", "gradient_accumulation=2", "model.image_size=16", "schedule.warmup_steps=1")
-    found = run("finetune-paper", pretrained, tmp_path / "run", *changes)
-    assert found.model.config.image_size == found.preprocess.size == (16, 16)
-    assert found.model.head.weight.any()
-    assert found.provenance["adapted"] == ["position 2x2 -> 4x4 by google", "image 8x8 -> 16x16",
+    result = run("finetune-paper", pretrained, tmp_path / "run", *changes)
+    assert result.model.config.image_size == result.preprocess.size == (16, 16)
+    assert result.model.head.weight.any()
+    assert result.provenance["adapted"] == ["position 2x2 -> 4x4 by google", "image 8x8 -> 16x16",
                                            "zero head for 10 classes"]  # fmt: skip
     kept = read_recipe(tmp_path / "run" / "recipe.toml")
     assert (kept.steps, kept.epochs, kept.pretrained) == (3, None, FinetuneInit(head="zero", positions="google"))

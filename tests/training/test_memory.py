@@ -75,10 +75,10 @@ def test_activations_match_the_formula_of_a_plain_block() -> None:
     """In float32 a pre-norm block keeps 16 times its tokens: the inputs and outputs of two norms (4), queries, keys and
     values (3), the attention output (1), and both sides of the activation in the MLP (8)."""
     model = {"name": "Ti/16", "image_size": (64, 64)}
-    known = forecast(job(model=model, batch=64, mixing={"mixup": 0.0}))
+    estimate = forecast(job(model=model, batch=64, mixing={"mixup": 0.0}))
     tokens, width, depth = 17, 192, 12
     kept = 64 * depth * tokens * 4 * (16 * width + 4 + 3)  # 4 means and deviations, 3 heads' sums of exponentials
-    assert known.in_flight + known.gradients == pytest.approx(kept, rel=0.15)
+    assert estimate.in_flight + estimate.gradients == pytest.approx(kept, rel=0.15)
 
 
 def test_only_activations_grow_with_the_batch() -> None:
@@ -95,15 +95,19 @@ def test_only_activations_grow_with_the_batch() -> None:
     [({"kind": "adamw"}, 2), ({"kind": "adam"}, 2), ({"kind": "sgd"}, 1), ({"kind": "sgd", "momentum": 0.0}, 0)],
 )
 def test_optimizer_state_size(optimizer: dict[str, Any], copies: int) -> None:
-    known = forecast(job(optimizer=optimizer, averaging={"kind": "none"}))
-    assert (known.optimizer, known.average, known.gradients) == (copies * known.weights, 0, known.weights)
+    estimate = forecast(job(optimizer=optimizer, averaging={"kind": "none"}))
+    assert (estimate.optimizer, estimate.average, estimate.gradients) == (
+        copies * estimate.weights,
+        0,
+        estimate.weights,
+    )
 
 
 def test_frozen_parameters_have_no_gradients() -> None:
-    known = forecast(job(freeze=("*", "!head.*")))
+    estimate = forecast(job(freeze=("*", "!head.*")))
     head = 4 * (64 + 1) * 10
-    assert (known.gradients, known.optimizer) == (head, 2 * head)
-    assert known.average == known.weights > 10 * head
+    assert (estimate.gradients, estimate.optimizer) == (head, 2 * head)
+    assert estimate.average == estimate.weights > 10 * head
 
 
 def test_several_processes_share_the_images_and_add_up_gradients() -> None:
@@ -124,19 +128,19 @@ def test_a_forecast_draws_nothing() -> None:
 
 
 def test_the_forecast_line() -> None:
-    known = Forecast(100 * MB, 100 * MB, 200 * MB, 0, 64, 900 * MB, 1)
-    assert forecast_line(known, MemoryLimit(22_000 * MB, "the GPU")) == (
+    estimate = Forecast(100 * MB, 100 * MB, 200 * MB, 0, 64, 900 * MB, 1)
+    assert forecast_line(estimate, MemoryLimit(22_000 * MB, "the GPU")) == (
         "memory: about 1.3 GB of 22.0 GB (weights 0.1, gradients 0.1, optimizer 0.2, activations 0.9)"
     )
     assert "optimizer 0.2, images on the device 0.7, activations" in forecast_line(
-        known._replace(resident=700 * MB), MemoryLimit(22_000 * MB, "the GPU")
+        estimate._replace(resident=700 * MB), MemoryLimit(22_000 * MB, "the GPU")
     )
 
 
 def test_images_that_live_on_the_device_count() -> None:
     source = Arrays(np.zeros((7, 8, 8, 3), np.uint8), np.arange(7) % 2, ("cat", "dog"))
     splits = Splits(source, split_of(source, np.arange(3)), None, {})
-    plain, living = (job(data={"on_device": answer}, augmentation={"crop": "padded"}) for answer in (False, True))
+    plain, living = (job(data={"on_device": setting}, augmentation={"crop": "padded"}) for setting in (False, True))
     assert (resident_images(plain.plan, splits), resident_images(living.plan, splits)) == (0, 10)
     assert resident_images(living.plan, splits._replace(val=None)) == 14
     without, there = forecast(living), forecast(living._replace(resident=10))
@@ -206,11 +210,11 @@ def test_this_machine_has_memory() -> None:
 
 
 def test_a_batch_that_fits_is_kept(tmp_path: Path) -> None:
-    found = fit_batch_to_memory(job(batch="auto"), tmp_path, IMAGES, MemoryLimit(10**12, "the GPU"))
+    result = fit_batch_to_memory(job(batch="auto"), tmp_path, IMAGES, MemoryLimit(10**12, "the GPU"))
     usual = job(batch=None).plan
-    assert (found.recipe.batch, found.batch, found.steps) == (usual.batch, usual.batch, usual.steps)
-    assert (found.defaults[-1].field, found.defaults[-1].value) == ("batch", usual.batch)
-    assert "fits in 1000.0 GB" in found.defaults[-1].reason
+    assert (result.recipe.batch, result.batch, result.steps) == (usual.batch, usual.batch, usual.steps)
+    assert (result.defaults[-1].field, result.defaults[-1].value) == ("batch", usual.batch)
+    assert "fits in 1000.0 GB" in result.defaults[-1].reason
 
 
 @pytest.mark.parametrize(
@@ -223,13 +227,15 @@ def test_a_batch_is_halved_until_it_fits(changes: dict[str, Any], tmp_path: Path
     unit = 2 * usual.plan.recipe.gradient_accumulation * usual.plan.recipe.data.repeats * usual.processes
     whole = forecast(usual._replace(plan=usual.plan._replace(batch=-(-usual.plan.batch // unit) * unit)))
     there = MemoryLimit(whole.standing + whole.in_flight // 3, "the GPU")
-    found = fit_batch_to_memory(usual, tmp_path, IMAGES, there)
-    assert unit <= found.batch <= whole.images * unit
-    assert found.batch % unit == 0
-    known = forecast(usual._replace(plan=found))
-    assert known.total <= 0.85 * there.free
-    assert known.with_images(3 * known.images, known.accumulation) > 0.85 * there.free  # not smaller than necessary
-    assert "would need about" in found.defaults[-1].reason
+    result = fit_batch_to_memory(usual, tmp_path, IMAGES, there)
+    assert unit <= result.batch <= whole.images * unit
+    assert result.batch % unit == 0
+    estimate = forecast(usual._replace(plan=result))
+    assert estimate.total <= 0.85 * there.free
+    assert (
+        estimate.with_images(3 * estimate.images, estimate.accumulation) > 0.85 * there.free
+    )  # not smaller than necessary
+    assert "would need about" in result.defaults[-1].reason
 
 
 def test_nothing_fits(tmp_path: Path) -> None:
@@ -241,8 +247,8 @@ def test_nothing_fits(tmp_path: Path) -> None:
 
 def test_a_resumed_run_keeps_its_batch(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(write_toml(job(batch=24).plan.recipe))
-    found = fit_batch_to_memory(job(batch="auto"), tmp_path, IMAGES, MemoryLimit(10**12, "the GPU"))
-    assert (found.batch, found.recipe) == (24, job(batch=24).plan.recipe)
+    result = fit_batch_to_memory(job(batch="auto"), tmp_path, IMAGES, MemoryLimit(10**12, "the GPU"))
+    assert (result.batch, result.recipe) == (24, job(batch=24).plan.recipe)
 
 
 FAST = ["epochs=0.1", "evaluations=1", "model.width=16", "model.depth=1", "model.heads=1", "model.patch_size=4"]

@@ -34,7 +34,7 @@ def test_the_forecast_matches_a_run(
         gradient_checkpointing=checkpointing,
         optimizer={"kind": kind},
     )
-    known = forecast(planned)
+    estimate = forecast(planned)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -42,11 +42,11 @@ def test_the_forecast_matches_a_run(
     taken = torch.cuda.max_memory_allocated() - before
     with capsys.disabled():
         print(
-            f"\n{kind} {name} {precision} checkpointing={checkpointing}: forecast {known.total / 1e6:.0f} MB, used "
-            f"{taken / 1e6:.0f} MB, ratio {known.total / taken:.3f}; "
-            f"{forecast_line(known, memory_limit(planned.device))}"
+            f"\n{kind} {name} {precision} checkpointing={checkpointing}: forecast {estimate.total / 1e6:.0f} MB, used "
+            f"{taken / 1e6:.0f} MB, ratio {estimate.total / taken:.3f}; "
+            f"{forecast_line(estimate, memory_limit(planned.device))}"
         )
-    assert known.total == pytest.approx(taken, rel=0.2)
+    assert estimate.total == pytest.approx(taken, rel=0.2)
 
 
 def test_auto_finds_a_batch_that_fits(tmp_path: Path) -> None:
@@ -60,9 +60,9 @@ def test_auto_finds_a_batch_that_fits(tmp_path: Path) -> None:
     try:
         assert not step_fits(usual, forecast(usual))
         # The forecast sees the whole GPU, so that only the real step can fail.
-        found = fit_batch_to_memory(planned, tmp_path, IMAGES, memory_limit(planned.device))
-        assert 2 <= found.batch <= 32
-        assert step_fits(planned._replace(plan=found), forecast(planned._replace(plan=found)))
+        result = fit_batch_to_memory(planned, tmp_path, IMAGES, memory_limit(planned.device))
+        assert 2 <= result.batch <= 32
+        assert step_fits(planned._replace(plan=result), forecast(planned._replace(plan=result)))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.empty_cache()

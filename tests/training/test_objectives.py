@@ -22,15 +22,15 @@ def logits() -> Tensor:
 
 def test_hard_labels_give_torchs_cross_entropy(logits: Tensor) -> None:
     objective = Objective()
-    found = loss(logits, targets(LABELS, CLASSES, objective), objective)
-    torch.testing.assert_close(found, F.cross_entropy(logits, LABELS), rtol=1e-6, atol=0)
+    result = loss(logits, targets(LABELS, CLASSES, objective), objective)
+    torch.testing.assert_close(result, F.cross_entropy(logits, LABELS), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("smoothing", [0.1, 0.5])
 def test_label_smoothing_matches_torch(logits: Tensor, smoothing: float) -> None:
     objective = Objective(label_smoothing=smoothing)
-    found = loss(logits, targets(LABELS, CLASSES, objective), objective)
-    torch.testing.assert_close(found, F.cross_entropy(logits, LABELS, label_smoothing=smoothing), rtol=1e-6, atol=0)
+    result = loss(logits, targets(LABELS, CLASSES, objective), objective)
+    torch.testing.assert_close(result, F.cross_entropy(logits, LABELS, label_smoothing=smoothing), rtol=1e-6, atol=0)
 
 
 def test_sigmoid_sums_binary_losses_over_classes(logits: Tensor) -> None:
@@ -40,20 +40,20 @@ def test_sigmoid_sums_binary_losses_over_classes(logits: Tensor) -> None:
         for number, logit in enumerate(row):
             chance = torch.sigmoid(logit)
             total -= float(torch.log(chance if number == label else 1 - chance))
-    found = loss(logits, targets(LABELS, CLASSES, objective), objective)
-    assert float(found) == pytest.approx(total / len(LABELS), rel=1e-6)
+    result = loss(logits, targets(LABELS, CLASSES, objective), objective)
+    assert float(result) == pytest.approx(total / len(LABELS), rel=1e-6)
 
 
 def test_class_weights_scale_each_image(logits: Tensor) -> None:
     weights = torch.tensor([1.0, 0.0, 2.0, 0.5, 3.0])
     alone = F.cross_entropy(logits, LABELS, reduction="none")
-    found = loss(logits, targets(LABELS, CLASSES, Objective()), Objective(), weights)
-    torch.testing.assert_close(found, (alone * weights[LABELS]).mean(), rtol=1e-6, atol=0)
+    result = loss(logits, targets(LABELS, CLASSES, Objective()), Objective(), weights)
+    torch.testing.assert_close(result, (alone * weights[LABELS]).mean(), rtol=1e-6, atol=0)
     sigmoid = Objective(loss="sigmoid")
     one_hot = F.one_hot(LABELS, CLASSES).float()
     alone = F.binary_cross_entropy_with_logits(logits, one_hot, reduction="none").sum(1)
-    found = loss(logits, one_hot, sigmoid, weights)
-    torch.testing.assert_close(found, (alone * weights[LABELS]).mean(), rtol=1e-6, atol=0)
+    result = loss(logits, one_hot, sigmoid, weights)
+    torch.testing.assert_close(result, (alone * weights[LABELS]).mean(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
@@ -75,15 +75,15 @@ def test_micro_batches_have_the_gradient_of_the_whole_batch(logits: Tensor, kind
 @settings(derandomize=True, deadline=None, max_examples=50)
 def test_target_rows_sum_to_one(smoothing: float, shares: list[float], mixed: bool) -> None:
     share = torch.tensor(shares).repeat_interleave(2) if mixed else None
-    found = targets(LABELS, CLASSES, Objective(label_smoothing=smoothing), share)
-    assert found.dtype == torch.float32
-    assert (found >= 0).all()
-    torch.testing.assert_close(found.sum(dim=1), torch.ones(len(LABELS)))
+    result = targets(LABELS, CLASSES, Objective(label_smoothing=smoothing), share)
+    assert result.dtype == torch.float32
+    assert (result >= 0).all()
+    torch.testing.assert_close(result.sum(dim=1), torch.ones(len(LABELS)))
 
 
 def test_neighbours_are_mixed() -> None:
     share = torch.tensor([0.75, 0.75, 1.0, 1.0, 0.25, 0.25])
-    found = targets(LABELS, CLASSES, Objective(), share)
+    actual = targets(LABELS, CLASSES, Objective(), share)
     one_hot = torch.eye(CLASSES)
     expected = [
         0.75 * one_hot[0] + 0.25 * one_hot[2],
@@ -93,15 +93,15 @@ def test_neighbours_are_mixed() -> None:
         0.25 * one_hot[4] + 0.75 * one_hot[3],
         0.25 * one_hot[3] + 0.75 * one_hot[4],
     ]
-    assert torch.equal(found, torch.stack(expected))
+    assert torch.equal(actual, torch.stack(expected))
 
 
 def test_mixing_targets_is_mixing_losses(logits: Tensor) -> None:
     share = torch.full((6,), 0.3)
     partners = LABELS.view(-1, 2).flip(1).flatten()
     expected = 0.3 * F.cross_entropy(logits, LABELS) + 0.7 * F.cross_entropy(logits, partners)
-    found = loss(logits, targets(LABELS, CLASSES, Objective(), share), Objective())
-    torch.testing.assert_close(found, expected)
+    actual = loss(logits, targets(LABELS, CLASSES, Objective(), share), Objective())
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
@@ -110,9 +110,9 @@ def test_computed_in_float32_whatever_the_logits(logits: Tensor, kind: str) -> N
     goal = targets(LABELS, CLASSES, objective)
     coarse = logits.bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = loss(coarse, goal, objective, torch.ones(CLASSES))
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, loss(coarse.float(), goal, objective), rtol=1e-6, atol=0)
+        result = loss(coarse, goal, objective, torch.ones(CLASSES))
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result, loss(coarse.float(), goal, objective), rtol=1e-6, atol=0)
 
 
 def test_balanced_weights_make_classes_count_equally() -> None:
@@ -128,9 +128,9 @@ def test_class_weights_follow_the_objective() -> None:
     balanced = class_weights(LABELS, CLASSES, Objective(class_weights="balanced"))
     assert balanced is not None
     assert torch.equal(balanced, balanced_weights(LABELS, CLASSES))
-    given = class_weights(LABELS, 3, Objective(class_weights=[1, 2, 0.5]))
-    assert given is not None
-    assert given.tolist() == [1, 2, 0.5]
+    inputs = class_weights(LABELS, 3, Objective(class_weights=[1, 2, 0.5]))
+    assert inputs is not None
+    assert inputs.tolist() == [1, 2, 0.5]
     with pytest.raises(ConfigError, match="class_weights has 3 numbers, but there are 5 classes"):
         class_weights(LABELS, CLASSES, Objective(class_weights=(1, 2, 3)))
 

@@ -23,7 +23,7 @@ def weights(folder: Path, *changes: str) -> dict[str, torch.Tensor]:
 
 
 def test_the_same_weights(tmp_path: Path) -> None:
-    files, resident = (weights(tmp_path / answer, f"data.on_device={answer}") for answer in ("false", "true"))
+    files, resident = (weights(tmp_path / setting, f"data.on_device={setting}") for setting in ("false", "true"))
     assert files.keys() == resident.keys()
     assert all(torch.equal(files[name], resident[name]) for name in files)
 
@@ -31,11 +31,11 @@ def test_the_same_weights(tmp_path: Path) -> None:
 def test_validation_on_the_device_equals_validation_from_files(tmp_path: Path) -> None:
     """Three validations, the first from files; the result is on other images."""
     rows, results = [], []
-    for answer in ("false", "true"):
-        weights(tmp_path / answer, f"data.on_device={answer}", "evaluations=3", "steps=9")
-        found = [row for row in MetricsFile.read(tmp_path / answer) if "val_loss" in row]
-        rows.append([(row["step"], row["val_top1"], row["val_loss"]) for row in found])
-        results.append(json.loads((tmp_path / answer / "result.json").read_text()))
+    for setting in ("false", "true"):
+        weights(tmp_path / setting, f"data.on_device={setting}", "evaluations=3", "steps=9")
+        result = [row for row in MetricsFile.read(tmp_path / setting) if "val_loss" in row]
+        rows.append([(row["step"], row["val_top1"], row["val_loss"]) for row in result])
+        results.append(json.loads((tmp_path / setting / "result.json").read_text()))
     assert len(rows[0]) == 3
     assert results[0]["loss"] not in [row[2] for row in rows[0]]
     assert results[0] == results[1]

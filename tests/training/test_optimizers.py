@@ -29,7 +29,7 @@ def small(**options: Any) -> ViT:
 
 def names(model: nn.Module, group: str, config: Optimizer | None = None) -> set[str]:
     groups = parameter_groups(model, config or Optimizer(weight_decay=0.1))
-    return {name for found in groups if found["name"] == group for name in found["param_names"]}
+    return {name for result in groups if result["name"] == group for name in result["param_names"]}
 
 
 # ── weight decay ──

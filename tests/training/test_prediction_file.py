@@ -33,15 +33,17 @@ def test_every_column(classes: int, tmp_path: Path) -> None:
     assert [row["index"] for row in rows] == sorted(order.tolist())
     by_index = dict(zip(order.tolist(), probabilities, strict=True))
     for row in rows:
-        answer, label = by_index[row["index"]], int(source.labels[row["index"]])
-        ranked = sorted(range(classes), key=lambda number, answer=answer: -answer[number])[:5]
+        row_probabilities, label = by_index[row["index"]], int(source.labels[row["index"]])
+        ranked = sorted(
+            range(classes), key=lambda number, row_probabilities=row_probabilities: -row_probabilities[number]
+        )[:5]
         assert row["name"] == f"image {row['index']}"
         assert (row["true"], row["predicted"]) == (f"class {label}", f"class {ranked[0]}")
         assert row["correct"] == (label == ranked[0])
-        assert (row["confidence"], row["true_probability"]) == (answer[ranked[0]], answer[label])
-        assert row["log_loss"] == pytest.approx(-np.log(answer[label]), rel=1e-5)
+        assert (row["confidence"], row["true_probability"]) == (row_probabilities[ranked[0]], row_probabilities[label])
+        assert row["log_loss"] == pytest.approx(-np.log(row_probabilities[label]), rel=1e-5)
         assert row["top_classes"] == [f"class {number}" for number in ranked]
-        assert row["top_probabilities"] == [answer[number] for number in ranked]
+        assert row["top_probabilities"] == [row_probabilities[number] for number in ranked]
     assert json.loads(table.schema.metadata[b"classes"]) == list(source.classes)
     assert evaluate_predictions(predictions, source).loss == pytest.approx(np.mean(table["log_loss"].to_numpy()))
     compressed = pq.ParquetFile(tmp_path / "test_predictions.parquet").metadata.row_group(0).column(0).compression

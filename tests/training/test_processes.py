@@ -142,9 +142,9 @@ def test_two_ranks_killed_at_any_moment(tmp_path: Path) -> None:
     assert kills >= 2
     done = run(folder, 2, *changes)
     assert done.returncode == 0, done.stderr
-    found, expected = (load_file(newest(place) / "state.safetensors") for place in (folder, straight))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+    actual, expected = (load_file(newest(place) / "state.safetensors") for place in (folder, straight))
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
 @pytest.mark.parametrize(
@@ -157,9 +157,9 @@ def test_two_ranks_killed_at_any_moment(tmp_path: Path) -> None:
 )
 def test_errors_are_printed_once(changes: tuple[str, ...], words: str, tmp_path: Path) -> None:
     done = run(tmp_path / "run", 2, *changes)
-    said = [line for line in done.stderr.splitlines() if line.startswith("vitrail: ")]
-    assert (done.returncode != 0, len(said)) == (True, 1), done.stderr
-    assert words in said[0]
+    messages = [line for line in done.stderr.splitlines() if line.startswith("vitrail: ")]
+    assert (done.returncode != 0, len(messages)) == (True, 1), done.stderr
+    assert words in messages[0]
     assert "Traceback (most recent call last)" not in done.stderr.split("ChildFailedError")[0].split("elastic")[0]
 
 
@@ -207,9 +207,9 @@ def test_two_ranks_recover_a_corrupt_best_model(tmp_path: Path) -> None:
 
 def ranks(folder: Path) -> list[int]:
     """Return the processes whose command names a run."""
-    found = []
+    results = []
     for place in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if int(place.name) != os.getpid() and os.fsencode(folder) in (place / "cmdline").read_bytes():
-                found.append(int(place.name))
-    return found
+                results.append(int(place.name))
+    return results

@@ -120,8 +120,8 @@ def test_killed_at_any_moment(seed: int, tmp_path: Path) -> None:
         kills += 1
     assert kills >= 2
     assert run(folder, "--workers", "0", *often).returncode == 0
-    found, expected = weights(folder), weights(straight)
-    assert same(found, expected)
+    actual, expected = weights(folder), weights(straight)
+    assert same(actual, expected)
     assert (folder / "metrics.jsonl").read_text() == (straight / "metrics.jsonl").read_text()
 
 
@@ -155,7 +155,7 @@ def test_a_corrupt_state_falls_back_to_the_previous_one(straight: Path, tmp_path
     process.send_signal(signal.SIGTERM)
     process.wait(timeout=60)
     newest = sorted((folder / "state").glob("[0-9]*"))[-1]
-    (newest / "state.safetensors").write_bytes(b"damaged")
+    (newest / "state.safetensors").write_bytes(b"corrupt")
     done = run(folder, *often)
     assert done.returncode == 0, done.stderr
     assert f"the training state {newest.name} is corrupt" in done.stderr
@@ -264,10 +264,10 @@ def test_a_disk_that_fills_up_during_a_run(straight: Path, tmp_path: Path) -> No
     process.wait(timeout=60)
     before = _steps(folder)
     full = limited("import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))", folder, *often)
-    said = full.stderr.splitlines()[-1]
+    output = full.stderr.splitlines()[-1]
     assert (full.returncode, full.stdout) == (2, "")
-    assert "could not be saved" in said
-    assert f"the one of step {before} is intact" in said
+    assert "could not be saved" in output
+    assert f"the one of step {before} is intact" in output
     assert "Traceback" not in full.stderr
     assert _steps(folder) == before
     assert run(folder, *often).returncode == 0
@@ -436,7 +436,7 @@ def test_a_run_restarts_if_all_states_are_corrupt(straight: Path, tmp_path: Path
     folder = tmp_path / "run"
     shutil.copytree(straight, folder)
     for file in (folder / "state").rglob("state.safetensors"):
-        file.write_bytes(b"damaged")
+        file.write_bytes(b"corrupt")
     done = run(folder, "--workers", "0")
     assert done.returncode == 0, done.stderr
     assert "so training restarts" in done.stderr

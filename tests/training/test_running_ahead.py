@@ -45,13 +45,13 @@ class Arrival:
     most = 0
 
     def __init__(self) -> None:
-        self.asked = False
+        self.synchronised = False
         Arrival.open += 1
         Arrival.most = max(Arrival.most, Arrival.open)
 
     def synchronize(self) -> None:
-        Arrival.open -= not self.asked
-        self.asked = True
+        Arrival.open -= not self.synchronised
+        self.synchronised = True
 
 
 class Busy:
@@ -141,15 +141,15 @@ def test_a_signal_saves_a_reported_step(straight: Path, tmp_path: Path) -> None:
 
 def test_divergence_is_explained_as_in_the_synchronous_path(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     changes = ["optimizer.lr=1000.0", "optimizer.kind=sgd", "optimizer.max_grad_norm=none", "schedule.kind=constant"]
-    said = []
+    messages = []
     for way in ("waited", "ahead"):
         if way == "ahead":
             request.getfixturevalue("ahead")
-        with pytest.raises(Diverged) as found:
+        with pytest.raises(Diverged) as result:
             go(tmp_path / way, "steps=100", "evaluations=1", *changes)
-        said.append(re.sub(r"training state is kept in .*", "", str(found.value)))
+        messages.append(re.sub(r"training state is kept in .*", "", str(result.value)))
         assert not (tmp_path / way / "state").exists() or not list((tmp_path / way / "state").glob("[0-9]*"))
-    assert said[0] == said[1]
+    assert messages[0] == messages[1]
 
 
 def begin(precision: Precision = "float32", *, fused: bool = True) -> tuple[Stepper, State]:

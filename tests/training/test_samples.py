@@ -74,8 +74,8 @@ def test_unreadable_files_are_skipped_and_the_rest_is_upright(tmp_path: Path) ->
     source = open_data(tmp_path / "photos", val=0.0, test=0.0).train
     kept = keep_samples(tmp_path, source)
     assert kept
-    with Image.open(kept[0].file) as found:
-        assert found.size == (40, 60)
+    with Image.open(kept[0].file) as result:
+        assert result.size == (40, 60)
 
 
 @pytest.mark.parametrize(

@@ -62,15 +62,15 @@ def test_without_warmup_the_first_step_is_at_the_peak() -> None:
 @settings(derandomize=True, deadline=None, max_examples=100)
 def test_rises_to_the_peak_then_falls(kind: str, total: int, fraction: float, end: float, peak: float) -> None:
     schedule = Schedule(kind=kind, warmup_fraction=fraction, end=0.0 if kind == "constant" else end)
-    warmup, found = warmup_of(schedule, total), rates(schedule, total, peak)
+    warmup, result = warmup_of(schedule, total), rates(schedule, total, peak)
     assert 0 <= warmup < total
-    assert all(0 < rate <= peak * (1 + 1e-12) for rate in found)
-    assert found[warmup] == pytest.approx(peak, rel=1e-12)
-    assert all(before < after for before, after in pairwise(found[:warmup]))
-    assert all(before >= after * (1 - 1e-12) for before, after in pairwise(found[warmup:]))
+    assert all(0 < rate <= peak * (1 + 1e-12) for rate in result)
+    assert result[warmup] == pytest.approx(peak, rel=1e-12)
+    assert all(before < after for before, after in pairwise(result[:warmup]))
+    assert all(before >= after * (1 - 1e-12) for before, after in pairwise(result[warmup:]))
     # No jumps: warm-up steps are peak / warm-up, decay steps at most π / 2 times those of a linear decay.
     rise, fall = peak / max(warmup, 1), peak * math.pi / 2 / (total - warmup)
-    assert all(-fall * (1 + 1e-9) <= after - before <= rise * (1 + 1e-9) for before, after in pairwise(found))
+    assert all(-fall * (1 + 1e-9) <= after - before <= rise * (1 + 1e-9) for before, after in pairwise(result))
 
 
 @given(step=st.integers(0, 10**6))
@@ -89,9 +89,9 @@ def test_warmup_fraction_and_steps_agree() -> None:
 )
 def test_a_fraction_is_rounded_to_steps_and_leaves_one_at_the_peak(fraction: float, total: int, warmup: int) -> None:
     assert warmup_of(Schedule(warmup_fraction=fraction), total) == warmup
-    found = rates(Schedule(warmup_fraction=fraction), total, 1.0)
-    assert found[warmup] == 1.0
-    assert all(rate == pytest.approx((step + 1) / warmup) for step, rate in enumerate(found[:warmup]))
+    result = rates(Schedule(warmup_fraction=fraction), total, 1.0)
+    assert result[warmup] == 1.0
+    assert all(rate == pytest.approx((step + 1) / warmup) for step, rate in enumerate(result[:warmup]))
 
 
 @pytest.mark.parametrize(

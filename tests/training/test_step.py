@@ -46,8 +46,8 @@ class Double(nn.Module):
         self.model = model
 
     def forward(self, pixels: Tensor) -> Tensor:
-        found: Tensor = self.model(pixels.double())
-        return found
+        result: Tensor = self.model(pixels.double())
+        return result
 
 
 def ours(model: ViT, case: Case, data: list[Batch]) -> tuple[State, list[StepResult]]:
@@ -68,9 +68,9 @@ def assert_same(state: State, stepped: list[StepResult], expected: Reference, at
         )
     assert (state.average is None) is (expected.average is None)
     if state.average is not None and expected.average is not None:
-        found = state.average.state()
+        actual = state.average.state()
         for name, tensor in expected.average.items():
-            torch.testing.assert_close(found[name].double(), tensor, rtol=0, atol=atol)
+            torch.testing.assert_close(actual[name].double(), tensor, rtol=0, atol=atol)
     assert [step.loss for step in stepped] == pytest.approx(expected.losses, rel=max(1e-9, atol))
     assert [step.gradient_norm for step in stepped] == pytest.approx(expected.norms, rel=max(1e-8, 10 * atol))
 
@@ -122,8 +122,8 @@ def test_the_model_gets_normalised_pixels() -> None:
     class Recorder(nn.Module):
         def forward(self, pixels: Tensor) -> Tensor:
             seen.append(pixels)
-            found: Tensor = model(pixels)
-            return found
+            result: Tensor = model(pixels)
+            return result
 
     model, recipe, batch = tiny(), CASES["sgd"].recipe(), batches(1)[0]
     usual = Preprocess(size=(SIDE, SIDE), mean=(0.1, 0.5, 0.2), std=(0.5, 0.25, 0.4))
@@ -173,12 +173,12 @@ def test_a_frozen_batch_norm_keeps_its_statistics() -> None:
 
 def test_gradient_checkpointing_changes_no_step() -> None:
     """Also with dropout and stochastic depth, which are redrawn in the backward pass."""
-    found = []
+    results = []
     for checkpointing in (False, True):
         model = tiny(mlp_dropout=0.3, embed_dropout=0.2, stochastic_depth=0.4).double()
         model.gradient_checkpointing = checkpointing
-        found.append(ours(model, CASES["adamw"], batches(3)))
-    (state, stepped), (other, other_stepped) = found
+        results.append(ours(model, CASES["adamw"], batches(3)))
+    (state, stepped), (other, other_stepped) = results
     assert stepped == other_stepped
     for name, parameter in state.model.named_parameters():
         assert torch.equal(parameter, other.model.get_parameter(name)), name
@@ -201,27 +201,27 @@ class RecordingDouble(Double):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.answers: list[Tensor] = []
+        self.outputs: list[Tensor] = []
 
     def forward(self, pixels: Tensor) -> Tensor:
-        found = super().forward(pixels)
-        self.answers.append(found.detach())
-        return found
+        result = super().forward(pixels)
+        self.outputs.append(result.detach())
+        return result
 
 
 def test_dropout_differs_between_steps_micro_batches_and_ranks() -> None:
     (batch,) = batches(1)
     same = batch._replace(pixels=batch.pixels[:4].repeat(2, 1, 1, 1), labels=batch.labels[:4].repeat(2))
     case = CASES["sgd"]._replace(gradient_accumulation=2)
-    answers: list[Tensor] = []
+    outputs: list[Tensor] = []
     for rank in (0, 1, 0):
         model = tiny(mlp_dropout=0.5).double()
         forward, state = RecordingDouble(model), begin(model, case.recipe())
         stepper = Stepper(case.recipe(), EXACT, CPU, "float32", None, Ranks(Processes(rank=rank), CPU))
         for _ in range(2):  # with a learning rate of 0 only dropout can differ
             stepper.step(state, forward, same, 0.0)
-        answers += forward.answers
-    first, again = answers[:8], answers[8:]
+        outputs += forward.outputs
+    first, again = outputs[:8], outputs[8:]
     for one, left in enumerate(first):
         assert all(not torch.equal(left, right) for right in first[one + 1 :])
     assert all(torch.equal(left, right) for left, right in zip(first[:4], again, strict=True))
@@ -287,14 +287,14 @@ def test_in_fp16_overflow_at_scale_1_raises() -> None:
 
 def test_gradients_are_clipped_after_unscaling() -> None:
     case, data = CASES["clipped"], batches(2)
-    found = []
+    actual = []
     for enabled in (False, True):
         model = tiny()
         state = begin(model, case.recipe())
         state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=enabled)
         stepper = Stepper(case.recipe(), EXACT, CPU, "float32", None, ALONE)
-        found.append((model, [stepper.step(state, model, batch, 0.01) for batch in data]))
-    (plain, expected), (scaled, stepped) = found
+        actual.append((model, [stepper.step(state, model, batch, 0.01) for batch in data]))
+    (plain, expected), (scaled, stepped) = actual
     assert min(step.gradient_norm for step in expected) > 0.5  # the maximum norm, so that something is clipped
     assert [step.gradient_norm for step in stepped] == pytest.approx([step.gradient_norm for step in expected])
     for name, parameter in plain.named_parameters():

@@ -87,10 +87,10 @@ def test_ties_are_broken_by_the_loss(tmp_path: Path, capsys: pytest.CaptureFixtu
     """These learning rates are so low that all predictions are the same."""
     rates, changes = {"optimizer.lr": [1e-12, 1e-5]}, [*TINY, "epochs=0.1"]
     done = sweep("digits", over=rates, changes=changes, folder=tmp_path / "sweep", device="cpu", workers=0)
-    said = " ".join(capsys.readouterr().err.split())
+    output = " ".join(capsys.readouterr().err.split())
     assert (
         "has the best accuracy on the validation split (tied with 1 other, and has the lowest loss of them); it is"
-        in said
+        in output
     )
     first, second = (candidate.outcome for candidate in done.candidates)
     assert first.val_top1 == second.val_top1
@@ -121,10 +121,10 @@ def test_killed_and_resumed(straight: Sweep, tmp_path: Path) -> None:
     assert [row["folder"] for row in record(folder)["candidates"]] == ["lr=0.01"]
     tried(folder, RATES)
     assert {path: moments(folder)[path] for path in first} == first
-    found, expected = record(folder), record(straight.folder)
-    for row in (*found["candidates"], *expected["candidates"]):
+    actual, expected = record(folder), record(straight.folder)
+    for row in (*actual["candidates"], *expected["candidates"]):
         row["diverged"] = row["diverged"] and row["diverged"].split(";")[0]  # without the folder
-    assert found == expected
+    assert actual == expected
     assert (second / "metrics.jsonl").read_text() == (straight.best.folder / "metrics.jsonl").read_text()
 
 
@@ -269,10 +269,10 @@ def test_invalid_sweeps(
 ) -> None:
     options = [word for text in words for word in ("--sweep", text)]
     assert typed(monkeypatch, "--run", str(tmp_path / "sweep"), *options) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.startswith("vitrail: ")
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert message in output
+    assert output.startswith("vitrail: ")
+    assert output.count("\n") == 1
     assert not (tmp_path / "sweep").exists()
 
 

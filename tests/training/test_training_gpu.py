@@ -32,19 +32,19 @@ SMALL = (
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "clipped adamw", "ema", "mixup and cutmix, smoothed"])
 def test_steps_match_the_cpu(name: str) -> None:
-    case, found = CASES[name], {}
+    case, results = CASES[name], {}
     for device in (torch.device("cpu"), CUDA):
         model = tiny().to(device)
         state = begin(model, case.recipe())
         stepper = Stepper(case.recipe(), EXACT, device, "float32", None, Ranks(Processes(), device))
         pending = [stepper.launch(state, model, batch, 0.01) for batch in batches(4, case.mixed)]
-        found[device.type] = (
+        results[device.type] = (
             torch.tensor([step.read().loss for step in pending]),
             {key: value.cpu() for key, value in model.state_dict().items()},
         )
-    assert torch.allclose(found["cuda"][0], found["cpu"][0], rtol=1e-4)
-    for key, value in found["cpu"][1].items():
-        other = found["cuda"][1][key]
+    assert torch.allclose(results["cuda"][0], results["cpu"][0], rtol=1e-4)
+    for key, value in results["cpu"][1].items():
+        other = results["cuda"][1][key]
         if key.endswith("qkv.bias"):
             # Attention does not depend on the key bias: its gradient is rounding noise, which Adam amplifies.
             value, other = (torch.cat([bias.chunk(3)[0], bias.chunk(3)[2]]) for bias in (value, other))
@@ -57,7 +57,7 @@ def test_cuda_graph_steps_match_plain_steps(kind: str) -> None:
     recipe = Recipe(
         compile=True, optimizer=Optimizer(kind=kind, lr=0.01, max_grad_norm=1.0), averaging=Averaging(kind="ema")
     )
-    ranks, found = Ranks(Processes(), CUDA), []
+    ranks, result = Ranks(Processes(), CUDA), []
     for replayed in (True, False):
         model = tiny(width=32, stochastic_depth=0.5).to(CUDA)
         forward = forward_of(model, recipe, "bf16", ranks) if replayed else torch.compile(FusedTraining(model))
@@ -69,11 +69,11 @@ def test_cuda_graph_steps_match_plain_steps(kind: str) -> None:
                 with state.average.swapped(model), torch.no_grad():
                     model.eval()(torch.randn(3, 3, 8, 8, device=CUDA))
                 model.train()
-        found.append((torch.tensor(losses), {key: value.cpu() for key, value in model.state_dict().items()}))
+        result.append((torch.tensor(losses), {key: value.cpu() for key, value in model.state_dict().items()}))
         reset_compiled(CUDA)
-    assert torch.allclose(found[0][0], found[1][0], rtol=1e-3)
-    for key, value in found[1][1].items():
-        assert torch.allclose(found[0][1][key], value, rtol=1e-2, atol=1e-3), key
+    assert torch.allclose(result[0][0], result[1][0], rtol=1e-3)
+    for key, value in result[1][1].items():
+        assert torch.allclose(result[0][1][key], value, rtol=1e-2, atol=1e-3), key
 
 
 def test_random_draws_in_a_cuda_graph_depend_on_the_step() -> None:

@@ -33,10 +33,10 @@ class Axis(NamedTuple):
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             every = -(-len(powers) // limit)
             if every == 1 and len(powers) <= 3:
-                found = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+                ticks = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
             else:
-                found = [10.0**power for power in powers if power % every == 0]
-            inside = [tick for tick in found if self.low * 0.999 <= tick <= self.high * 1.001]
+                ticks = [10.0**power for power in powers if power % every == 0]
+            inside = [tick for tick in ticks if self.low * 0.999 <= tick <= self.high * 1.001]
             if len(inside) > 1:
                 return inside
             # Over such a short range the axis is nearly linear, and round numbers are between the powers.
@@ -64,10 +64,10 @@ def around(
 
     A logarithmic axis needs positive values; otherwise it is linear.
     """
-    found = [value for value in values if math.isfinite(value)]
-    if log and found and min(found) > 0:
-        return Axis((low or min(found) * 0.9), (high or max(found) * 1.1), label, True, unit)
-    least, most = min(found, default=0.0), max(found, default=1.0)
+    finite = [value for value in values if math.isfinite(value)]
+    if log and finite and min(finite) > 0:
+        return Axis((low or min(finite) * 0.9), (high or max(finite) * 1.1), label, True, unit)
+    least, most = min(finite, default=0.0), max(finite, default=1.0)
     margin = 0.06 * (most - least) or 0.05 * abs(most) or 0.5
     start = low if low is not None else (max(0.0, least - margin) if least >= 0 else least - margin)
     end = high if high is not None else most + margin

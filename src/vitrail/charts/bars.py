@@ -45,7 +45,7 @@ def bar_chart(
 ) -> str:
     """Draw horizontal bars, each with its name and value."""
     if not bars:
-        return empty_drawing(title, "there is nothing to draw", width=width, height=120, standalone=standalone)
+        return empty_drawing(title, "nothing to draw", width=width, height=120, standalone=standalone)
     axis = around([bar.value for bar in bars], label=x_label, unit=unit, low=0.0, high=high)
     names = min(24, max(len(bar.name) for bar in bars))
     left, top = MARGIN + 6.8 * names + 10, HEAD + 6.0
@@ -81,7 +81,7 @@ def reliability_diagram(
     """
     full = [one for one in bins if one.predictions and one.accuracy is not None and one.confidence is not None]
     if not full:
-        return empty_drawing(title, "there are no predictions", width=width, height=height, standalone=standalone)
+        return empty_drawing(title, "no predictions", width=width, height=height, standalone=standalone)
     confidence = Axis(0, 1, "confidence", unit="percent")
     names, top = legend([("accuracy", 1, False), ("gap to confidence", 2, False)], width)
     below = 62

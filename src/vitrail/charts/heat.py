@@ -34,7 +34,7 @@ def heat_map(
     indices instead of names.
     """
     if not fractions or not fractions[0]:
-        return empty_drawing(title, "there is nothing to draw", width=width, height=120, standalone=standalone)
+        return empty_drawing(title, "nothing to draw", width=width, height=120, standalone=standalone)
     named = max(len(rows), len(columns)) <= NAMED
     letters = min(18, max(map(len, [*rows, *columns]))) if named else 4
     left, top = MARGIN + 16 + 6.6 * letters + 8, HEAD + 4.0 + (16 if x_label else 0)

@@ -46,7 +46,7 @@ def line_chart(
     """Draw curves. With `log` the y axis is logarithmic, if all values are positive."""
     axes = _axes(series, x_label, y_label, log, (x_unit, y_unit), y_low, y_high)
     if axes is None:
-        return empty_drawing(title, "there is nothing to draw", width=width, height=height, standalone=standalone)
+        return empty_drawing(title, "nothing to draw", width=width, height=height, standalone=standalone)
     names, top = legend([(one.name, one.colour, one.dashed) for one in series if one.name], width)
     plot = panel(width, height, *axes, top=top)
     body = names + plot.frame() + "".join(_curve(one, plot) for one in series)
@@ -74,7 +74,7 @@ def scatter(
     """Draw points, over `lines` for comparison."""
     axes = _axes([*series, *lines], x_label, y_label, log, (x_unit, y_unit), y_low, y_high)
     if axes is None:
-        return empty_drawing(title, "there is nothing to draw", width=width, height=height, standalone=standalone)
+        return empty_drawing(title, "nothing to draw", width=width, height=height, standalone=standalone)
     named = [(one.name, one.colour, one.dashed) for one in [*series, *lines] if one.name]
     names, top = legend(named, width, dots=sum(bool(one.name) for one in series))
     plot = panel(width, height, *axes, top=top)

@@ -1,7 +1,7 @@
 """Assumptions about fields that a weight file does not record, printed whenever the file is opened.
 
-A field is assumed if all published models with such tensors agree on it. If they do not, or if there is no published
-model of that size, a wrong guess would silently give wrong outputs, so opening the file fails until the field is set
+A field is assumed if all published models with such tensors agree on it. If they do not, or if no model of that
+size is published, a wrong guess would silently give wrong outputs, so opening the file fails until the field is set
 (docs/decisions/0020).
 """
 
@@ -62,20 +62,22 @@ def assumed_of_model(
 
     `family` maps the fields that its family assumes to the reason.
     """
-    found = []
+    assumptions = []
     if "heads" not in stated and not config.qk_norm:
         size = f"{config.head_width} wide, as in the published models of this size"
-        found.append(Assumption("heads", config.heads, size))
+        assumptions.append(Assumption("heads", config.heads, size))
     for field, reason in family.items():
         if field not in stated and _is_ambiguous(field, config):
-            found.append(Assumption(field, "tanh" if field == "pre_logits" else getattr(config, field), reason))
+            assumptions.append(Assumption(field, "tanh" if field == "pre_logits" else getattr(config, field), reason))
     if "pos_embed" not in shapes and "image_size" not in stated and config.position != "learned_2d":
-        found.append(Assumption("image_size", config.image_size, "there is no position table to infer it from"))
+        assumptions.append(
+            Assumption("image_size", config.image_size, "the model has no position table to infer it from")
+        )
     if config.stem == "conv_stem" and "conv_stem" not in stated:
         strides = tuple(layer.stride for layer in config.stem_layers)
-        found.append(Assumption("conv_stem", strides, "strides, which are not in the weights"))
-        found.append(Assumption("conv_stem.activation", "relu", "it is not in the weights"))
-    return found
+        assumptions.append(Assumption("conv_stem", strides, "strides, which are not in the weights"))
+        assumptions.append(Assumption("conv_stem.activation", "relu", "it is not in the weights"))
+    return assumptions
 
 
 def _is_ambiguous(field: str, config: ViTConfig) -> bool:
@@ -94,14 +96,16 @@ def _is_ambiguous(field: str, config: ViTConfig) -> bool:
 
 
 def assumed_of_images(preprocess: Preprocess, stated: Iterable[str], reason: str) -> list[Assumption]:
-    """Return the assumed fields of the preprocessing, if there is no config."""
-    known = set(stated)
+    """Return the assumed fields of the preprocessing, if the config is missing."""
+    stated_fields = set(stated)
     resized = preprocess.resize_to or preprocess.size
     how = f"to {resized[0]}×{resized[1]}, {preprocess.interpolation}"
     values = {"mean": preprocess.mean, "std": preprocess.std, "resize": preprocess.resize}
     reasons = {"mean": reason, "std": "likewise", "resize": f"{how}, likewise"}
     return [
-        Assumption(f"preprocess.{name}", value, reasons[name]) for name, value in values.items() if name not in known
+        Assumption(f"preprocess.{name}", value, reasons[name])
+        for name, value in values.items()
+        if name not in stated_fields
     ]
 
 

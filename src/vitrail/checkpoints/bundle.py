@@ -163,8 +163,8 @@ def _names(classes: tuple[str, ...] | None, outputs: int) -> str:
     return f"{len(classes)} ({shown}{', …' if len(classes) > 10 else ''})"
 
 
-def _short(found: object) -> str:
-    text = repr(found)
+def _short(value: object) -> str:
+    text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
 
 
@@ -192,10 +192,10 @@ def check_weights(folder: Path, ours: Mapping[str, Any]) -> None:
         return
     file = folder / WEIGHTS
     try:
-        found = file_digest(file)
+        digest = file_digest(file)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from None
-    if found != expected:
+    if digest != expected:
         raise CheckpointError(
             f"{file} is corrupt: its digest is not the {WEIGHTS_DIGEST} in {folder / CONFIG}; copy it again, or remove "
             f"that line if you changed the weights yourself"
@@ -228,11 +228,11 @@ def read_bundle(folder: Path, *, fresh: Sequence[str] = (), dtype: Dtype = "floa
         raise CheckpointError(f"{folder / CONFIG} {misfit}; was it edited?")
     names = ours["classes"]
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        found = _short(names)
-        raise CheckpointError(f"{folder / CONFIG} should have a list of names as classes, found {found}")
+        actual = _short(names)
+        raise CheckpointError(f"{folder / CONFIG} should have a list of names as classes, found {actual}")
     if not isinstance(ours["provenance"], dict):
-        found = _short(ours["provenance"])
-        raise CheckpointError(f"{folder / CONFIG} should have an object as provenance, found {found}")
+        actual = _short(ours["provenance"])
+        raise CheckpointError(f"{folder / CONFIG} should have an object as provenance, found {actual}")
     classes = None if names is None else tuple(names)
     provenance = {**ours["provenance"], **({"fresh": initialised} if initialised else {})}
     return Bundle(model, preprocess, classes, provenance)

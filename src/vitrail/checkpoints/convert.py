@@ -172,10 +172,10 @@ def _plan(bundle: Bundle, path: Path, to: Target, own: Family | None) -> _Plan:
     config = bundle.model.config
     family = own or next((family for family in FAMILIES if family.name == to), None)
     folder = family is None or to in _IN_TRANSFORMERS or (to == "timm" and path.suffix not in SUFFIXES)
-    if found := family.unsupported(config) if family is not None else []:
+    if unsupported := family.unsupported(config) if family is not None else []:
         hint = "; vitrail export writes ONNX, and models trained with --set model.paper=true can be converted"
         ours = bundle.provenance.get("source") == "trained from scratch"
-        raise CheckpointError(f"{to} cannot express {'; '.join(found)}{hint if ours else ''}")
+        raise CheckpointError(f"{to} cannot express {'; '.join(unsupported)}{hint if ours else ''}")
     _check_suffix(path, to, folder)
     if family is None:
         return _Plan(None, True, {}, [])

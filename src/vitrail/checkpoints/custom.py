@@ -175,9 +175,9 @@ def _split(weights: Weights, splits: tuple[Split, ...]) -> Weights:
     result: Weights = {}
     for name, tensor in weights.items():
         for split in splits:
-            if found := _pattern(split.theirs).fullmatch(name):
+            if match := _pattern(split.theirs).fullmatch(name):
                 chunks = tensor.chunk(len(split.into), dim=split.axis)
-                result |= {into.format(*found.groups()): chunk for into, chunk in zip(split.into, chunks, strict=True)}
+                result |= {into.format(*match.groups()): chunk for into, chunk in zip(split.into, chunks, strict=True)}
                 break
         else:
             result[name] = tensor
@@ -196,9 +196,9 @@ class _SplittingMap(KeyMap):
         written = super().write(weights, config)
         for split in self.splits:
             for name in list(written):
-                if found := _pattern(split.into[0]).fullmatch(name):
-                    chunks = [written.pop(into.format(*found.groups())) for into in split.into]
-                    written[split.theirs.format(*found.groups())] = torch.cat(chunks, dim=split.axis)
+                if match := _pattern(split.into[0]).fullmatch(name):
+                    chunks = [written.pop(into.format(*match.groups())) for into in split.into]
+                    written[split.theirs.format(*match.groups())] = torch.cat(chunks, dim=split.axis)
         return written
 
 

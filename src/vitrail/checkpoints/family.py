@@ -138,8 +138,8 @@ class Family:
 
     def write(self, weights: Mapping[str, Tensor], config: ViTConfig) -> Weights:
         """Convert our weights to the family's; raise if it cannot express the config."""
-        if found := self.unsupported(config):
-            raise CheckpointError(f"{self.name} cannot express {'; '.join(found)}")
+        if unsupported := self.unsupported(config):
+            raise CheckpointError(f"{self.name} cannot express {'; '.join(unsupported)}")
         return self.table(config).write(weights, config) | self.adds(config)
 
 

@@ -46,8 +46,8 @@ def read_checkpoint(files: Sequence[Path]) -> Stored:
     weights: Weights = {}
     inside = None
     for file in files:
-        found, inside = _read_file(file)
-        weights |= found
+        tensors, inside = _read_file(file)
+        weights |= tensors
     weights.pop("n_averaged", None)  # the update counter of torch's AveragedModel
     while prefix := next((p for p in _WRAPPERS if weights and all(name.startswith(p) for name in weights)), None):
         weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}

@@ -24,10 +24,10 @@ class HubName(NamedTuple):
 
 def parse(source: str) -> HubName | None:
     """Parse "hf:org/name[@revision]" or "timm:name.tag"; None for a path."""
-    found = re.fullmatch(r"(hf|timm):([^@]+)(?:@(.+))?", source)
-    if found is None:
+    match = re.fullmatch(r"(hf|timm):([^@]+)(?:@(.+))?", source)
+    if match is None:
         return None
-    kind, name, revision = found.groups()
+    kind, name, revision = match.groups()
     repository = f"timm/{name}" if kind == "timm" else name
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
         raise CheckpointError(

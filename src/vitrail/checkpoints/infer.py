@@ -100,8 +100,8 @@ def _resnet(shapes: Shapes, patch: list[int]) -> dict[str, Any]:
     root = shapes["patch_embed.backbone.stem.conv.weight"]
     blocks: dict[int, int] = {}
     for name in shapes:
-        if found := re.match(r"patch_embed\.backbone\.stages\.(\d+)\.blocks\.(\d+)\.", name):
-            stage, block = int(found[1]), int(found[2])
+        if match := re.match(r"patch_embed\.backbone\.stages\.(\d+)\.blocks\.(\d+)\.", name):
+            stage, block = int(match[1]), int(match[2])
             blocks[stage] = max(blocks.get(stage, 0), block + 1)
     depths = tuple(blocks[stage] for stage in sorted(blocks))
     stride = 4 << max(0, len(depths) - 1)
@@ -151,7 +151,7 @@ def _set_strides(layers: list[dict[str, int]], total: int) -> None:
 def _encoder(shapes: Shapes, hints: Mapping[str, Any]) -> dict[str, Any]:
     inner = _need(shapes, "blocks.0.attn.qkv.weight")[0] // 3
     width = shapes["blocks.0.attn.qkv.weight"][1]
-    layers = {int(found[1]) for name in shapes if (found := re.match(r"blocks\.(\d+)\.", name))}
+    layers = {int(match[1]) for name in shapes if (match := re.match(r"blocks\.(\d+)\.", name))}
     if layers != set(range(len(layers))):
         missing = next(number for number in range(len(layers)) if number not in layers)
         raise CheckpointError(
@@ -184,7 +184,7 @@ def _encoder(shapes: Shapes, hints: Mapping[str, Any]) -> dict[str, Any]:
 def published_heads(shapes: Shapes) -> int | None:
     """Return the number of heads of the published models of this size; None if there is none."""
     inner, width = shapes["blocks.0.attn.qkv.weight"][0] // 3, shapes["blocks.0.attn.qkv.weight"][1]
-    depth = len({found[1] for name in shapes if (found := re.match(r"blocks\.(\d+)\.", name))})
+    depth = len({match[1] for name in shapes if (match := re.match(r"blocks\.(\d+)\.", name))})
     heads = PUBLISHED.get((width, depth, shapes["blocks.0.mlp.fc2.weight"][1]))
     return heads if inner == width else None
 

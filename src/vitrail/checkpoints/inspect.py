@@ -54,18 +54,18 @@ def _row(name: str, tensor: Tensor) -> TensorRow:
 
 
 def _oddities(bundle: Bundle, state: dict[str, Tensor]) -> list[str]:
-    found = []
+    oddities = []
     for name, tensor in state.items():
         if not tensor.is_floating_point():
             continue
         broken = int((~tensor.isfinite()).sum())
         if broken:
-            found.append(f"{name} has {broken} values that are not finite")
+            oddities.append(f"{name} has {broken} values that are not finite")
         elif name.endswith("weight") and tensor.ndim > 1 and not tensor.any():
-            found.append(f"{name} is all zero")
+            oddities.append(f"{name} is all zero")
     dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     if dtypes != {torch.float32}:
-        found.append(f"the weights are stored as {', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes))}")
+        oddities.append(f"the weights are stored as {', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes))}")
     if bundle.classes is None and bundle.model.config.classes:
-        found.append("the class names are unknown")
-    return [*map(str, bundle.provenance.get("notes") or []), *found]
+        oddities.append("the class names are unknown")
+    return [*map(str, bundle.provenance.get("notes") or []), *oddities]

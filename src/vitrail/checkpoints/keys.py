@@ -157,28 +157,28 @@ class KeyMap:
 
         `weights` is emptied, so that no second copy of the model is held.
         """
-        found: dict[str, dict[int, Tensor]] = {}
+        pieces: dict[str, dict[int, Tensor]] = {}
         origin: dict[str, Rule] = {}
         unknown = []
         for name in list(weights):
-            for pattern, found_rule, index in self._theirs:
+            for pattern, matching, index in self._theirs:
                 if match := pattern.fullmatch(name):
-                    ours = _fill(found_rule.ours, match.groups())
-                    found.setdefault(ours, {})[index] = weights.pop(name)
-                    origin[ours] = found_rule
+                    ours = _fill(matching.ours, match.groups())
+                    pieces.setdefault(ours, {})[index] = weights.pop(name)
+                    origin[ours] = matching
                     break
             else:
                 unknown.append(name)
         made = {}
-        for ours, tensors in list(found.items()):
+        for ours, tensors in list(pieces.items()):
             expected = len(origin[ours].theirs)
             if len(tensors) < expected:
                 names = [n for i, n in enumerate(origin[ours].theirs) if i not in tensors]
                 raise CheckpointError(
                     f"{ours} needs {', '.join(names)}, which the file does not have; is it truncated?"
                 )
-            made[ours] = origin[ours].read([found[ours][i] for i in range(expected)])
-            del found[ours]
+            made[ours] = origin[ours].read([pieces[ours][i] for i in range(expected)])
+            del pieces[ours]
         return made, unknown
 
     def write(self, weights: Mapping[str, Tensor], config: ViTConfig) -> Weights:
@@ -186,10 +186,10 @@ class KeyMap:
         axes = sizes(config)
         made: Weights = {}
         for name, tensor in weights.items():
-            for pattern, found_rule in self._ours:
+            for pattern, matching in self._ours:
                 if match := pattern.fullmatch(name):
-                    names = [_fill(theirs, match.groups()) for theirs in found_rule.theirs]
-                    made.update(zip(names, found_rule.write(tensor, axes), strict=True))
+                    names = [_fill(theirs, match.groups()) for theirs in matching.theirs]
+                    made.update(zip(names, matching.write(tensor, axes), strict=True))
                     break
             else:
                 raise CheckpointError(f"this format cannot store {name}")

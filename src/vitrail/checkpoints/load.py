@@ -164,14 +164,14 @@ def open_checkpoint(
         ours = (folder / CONFIG).exists() and is_bundle(read_json(folder / CONFIG))
         if ours and path in (folder, folder / WEIGHTS):
             return _open_bundle(folder, fields, keys, fresh, dtype)
-        found = find(path)
+        file = find(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
     if name is not None:
-        found = found._replace(info=replace(found.info, hub=str(source)))
+        file = file._replace(info=replace(file.info, hub=str(source)))
     size = (target_size, target_size) if isinstance(target_size, int) else target_size
     options = _Options(fields, None if keys is None else read_key_table(keys), fresh, dtype, size)
-    bundle = _open(found, options)
+    bundle = _open(file, options)
     bundle.origin = path if name is None else None
     return bundle
 
@@ -253,9 +253,9 @@ def _read(weights: Weights, hints: Hints, family: Family | None, file: Path) -> 
 
 
 def _config_of(reading: Reading, family: Family, hints: Hints, shapes: Shapes, file: Path) -> ViTConfig:
-    found = reading.hints.get("heads")
-    if found is not None and hints.get("heads", found) != found:
-        raise CheckpointError(f"{file} has {found} heads, by its shapes; open it without heads={hints['heads']}")
+    heads = reading.hints.get("heads")
+    if heads is not None and hints.get("heads", heads) != heads:
+        raise CheckpointError(f"{file} has {heads} heads, by its shapes; open it without heads={hints['heads']}")
     if "pooler_act" in hints and "pre_logits.fc.weight" in reading.weights:
         raise CheckpointError(f"its config has pooler_act {hints['pooler_act']!r}; only tanh is supported")
     merged = {**reading.hints, **hints}
@@ -283,28 +283,28 @@ def _names(info: FolderInfo, config: ViTConfig) -> tuple[tuple[str, ...] | None,
 def _preprocess(info: FolderInfo, family: Family, config: ViTConfig, overrides: Hints) -> tuple[Preprocess, list[str]]:
     """Return the preprocessing, fitted to the model, and a note if that differs from its config."""
     default = family.preprocess if family.preprocess_at is None else family.preprocess_at(config.image_size)
-    found = info.preprocess or default
-    fitted = found if found.size == config.image_size else found.resized(config.image_size)
+    preprocess = info.preprocess or default
+    fitted = preprocess if preprocess.size == config.image_size else preprocess.resized(config.image_size)
     if config.channels != fitted.channels:
         mean, std = ((sum(n) / len(n),) * config.channels for n in (fitted.mean, fitted.std))
         fitted = fitted.replace(channels=config.channels, mean=mean, std=std)
-    noted = info.preprocess is not None and fitted != found
+    noted = info.preprocess is not None and fitted != preprocess
     fitted = fitted.replace(**spread(overrides, config.channels))
     if fitted.size != config.image_size or fitted.channels != config.channels:
         raise ConfigError("preprocess.size and preprocess.channels follow the model; change image_size and channels")
-    height, width = found.size
-    note = f"its preprocessing was for {height}×{width}×{found.channels}, and was adapted to the model"
+    height, width = preprocess.size
+    note = f"its preprocessing was for {height}×{width}×{preprocess.channels}, and was adapted to the model"
     return fitted, [note] if noted else []
 
 
 def detect(shapes: Shapes, file: Path) -> Family:
     """Return the family that a file belongs to."""
-    found = [family for family in FAMILIES if family.recognise(shapes)]
-    if len(found) == 1:
-        return found[0]
-    if found:
+    families = [family for family in FAMILIES if family.recognise(shapes)]
+    if len(families) == 1:
+        return families[0]
+    if families:
         raise CheckpointError(
-            f"{file} has tensors of several families ({', '.join(family.name for family in found)}); "
+            f"{file} has tensors of several families ({', '.join(family.name for family in families)}); "
             f"keep one model in a file"
         )
     some = ", ".join(list(shapes)[:3])

@@ -67,8 +67,8 @@ def check(
 
     if sheet is not None:
         _check_target(sheet)
-    with progress("listing") as on_found:
-        splits, faults = open_to_check(data, on_progress=lambda found: on_found(found, None))
+    with progress("listing") as on_listed:
+        splits, faults = open_to_check(data, on_progress=lambda count: on_listed(count, None))
     with progress("measuring") as on_measured:
         # Before the check, which reads every file into the page cache.
         speed = measure_speed(splits.train, size=(size, size), on_progress=on_measured)
@@ -86,10 +86,10 @@ def check(
     cores = available_cores()
     speeds = SPEEDS if images_per_second is None else (images_per_second,)
     if as_json:
-        found = {**report.as_dict(), "speed": None, "bounds": [], "sheet": None if sheet is None else str(sheet)}
+        count = {**report.as_dict(), "speed": None, "bounds": [], "sheet": None if sheet is None else str(sheet)}
         if speed is not None:
-            found |= {"speed": speed.as_dict(), "bounds": [speed.bound(compute, cores)._asdict() for compute in speeds]}
-        echo(json.dumps(found, indent=2, ensure_ascii=False))
+            count |= {"speed": speed.as_dict(), "bounds": [speed.bound(compute, cores)._asdict() for compute in speeds]}
+        echo(json.dumps(count, indent=2, ensure_ascii=False))
         raise typer.Exit(2 if report.unreadable or report.faults else 0)
     _print_report(report)
     _heading("Speed")
@@ -167,9 +167,9 @@ def _print_classes(report: "Report") -> None:
 def _print_speed(speed: "Speed", speeds: tuple[float, ...], cores: int, size: int) -> None:
     _print_wrapped(
         f"One image takes {speed.reading:.2f} ms to read, {speed.decoding:.2f} ms to decode "
-        f"({speed.decoding_whole:.2f} ms full size) and {speed.augmenting:.2f} ms to crop and flip to {size}×{size}: "
-        f"{_rate(speed.images_per_second)} images/s per worker. (Mean of {speed.images} images, on one core; "
-        "with the page cache in its current state.)"
+        f"({speed.decoding_full_size:.2f} ms full size) and {speed.augmenting:.2f} ms to crop and flip to "
+        f"{size}×{size}: {_rate(speed.images_per_second)} images/s per worker. (Mean of {speed.images} images, on one "
+        "core; with the page cache in its current state.)"
     )
     bounds = [speed.bound(compute, cores) for compute in speeds]
     here = "1 core" if cores == 1 else f"{cores} cores"

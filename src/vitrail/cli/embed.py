@@ -64,9 +64,9 @@ def embed(
     compute.check()  # before anything is read
     model, request = open_model(bundle, override, keys), FeatureRequest(tokens, layer, normalise, raw)  # type: ignore[arg-type]
     request.check(model.model.config)
-    with progress("listing") as on_found:
+    with progress("listing") as on_listed:
         chosen = choose_images(
-            data, split, record=recorded_split(model.origin), on_progress=lambda found: on_found(found, None)
+            data, split, record=recorded_split(model.origin), on_progress=lambda count: on_listed(count, None)
         )
     with progress("embedding") as on_embedded:
         done = embed_source(

@@ -60,10 +60,10 @@ def eval(
     autocast(choose_device(device), precision)  # type: ignore[arg-type]  # fail early on a wrong value
     model = open_model(bundle, override, keys)
     record = recorded_split(model.origin)
-    with progress("listing") as on_found:
-        chosen = choose_images(data, split, record=record, on_progress=lambda found: on_found(found, None))
+    with progress("listing") as on_listed:
+        chosen = choose_images(data, split, record=record, on_progress=lambda count: on_listed(count, None))
     with progress("evaluating") as on_evaluated:
-        found = evaluate_chosen(
+        count = evaluate_chosen(
             model,
             chosen,
             record,
@@ -74,37 +74,45 @@ def eval(
             by_number=by_number,
             on_progress=on_evaluated,
         )
-    for warning in found.warnings:
+    for warning in count.warnings:
         echo(f"WARNING: {warning}", err=True, bold=True)
     if as_json:
-        echo(_compact_json(found.as_dict()))
+        echo(_compact_json(count.as_dict()))
         return
-    _print_evaluation(found, every_class)
+    _print_evaluation(count, every_class)
 
 
-def _print_evaluation(found: "Evaluation", every_class: bool) -> None:
+def _print_evaluation(evaluation: "Evaluation", every_class: bool) -> None:
     from vitrail.evaluation import percent
 
-    echo(f"{found.summary}.")
+    echo(f"{evaluation.summary}.")
     echo("")
-    loss, base = found.loss_interval, found.baselines
+    loss, base = evaluation.loss_interval, evaluation.baselines
     rows = [
-        ("top-1", f"{percent(found.top1)}%", _span(found.top1_interval)),
-        *([] if found.top5 is None else [("top-5", f"{percent(found.top5)}%", _span(found.top5_interval))]),
-        ("balanced accuracy", f"{percent(found.balanced_accuracy)}%", _span(found.balanced_accuracy_interval)),
-        ("macro-F1", f"{percent(found.macro_f1)}%", _span(found.macro_f1_interval)),
-        (f"always {found.classes[base.majority_class]!r}", f"{percent(base.majority)}%", ""),
+        ("top-1", f"{percent(evaluation.top1)}%", _span(evaluation.top1_interval)),
+        *(
+            []
+            if evaluation.top5 is None
+            else [("top-5", f"{percent(evaluation.top5)}%", _span(evaluation.top5_interval))]
+        ),
+        (
+            "balanced accuracy",
+            f"{percent(evaluation.balanced_accuracy)}%",
+            _span(evaluation.balanced_accuracy_interval),
+        ),
+        ("macro-F1", f"{percent(evaluation.macro_f1)}%", _span(evaluation.macro_f1_interval)),
+        (f"always {evaluation.classes[base.majority_class]!r}", f"{percent(base.majority)}%", ""),
         ("chance", f"{percent(base.chance)}%", ""),
-        ("log loss", f"{found.loss:.4f}", f"{loss.low:.4f}–{loss.high:.4f}"),
-        ("calibration error", f"{percent(found.ece)}%", ""),
+        ("log loss", f"{evaluation.loss:.4f}", f"{loss.low:.4f}–{loss.high:.4f}"),
+        ("calibration error", f"{percent(evaluation.ece)}%", ""),
     ]
     print_table(("metric", "value", "95% interval"), rows, numbers=("value",))
-    echo(_calibration(found))
-    _print_classes(found, every_class)
-    confusions = found.most_confused(LISTED)
+    echo(_calibration(evaluation))
+    _print_classes(evaluation, every_class)
+    confusions = evaluation.most_confused(LISTED)
     if confusions:
         _heading("Confusions")
-        names = found.classes
+        names = evaluation.classes
         print_table(
             ("images", "true class", "predicted"),
             [(f"{row.images:,}", names[row.true], names[row.predicted]) for row in confusions],
@@ -113,29 +121,29 @@ def _print_evaluation(found: "Evaluation", every_class: bool) -> None:
         _heading("The most confident mistakes")
         print_table(
             ("confidence", "true class", "predicted", "image"),
-            [(f"{percent(m.confidence)}%", m.true, m.predicted, m.name) for m in found.worst[:LISTED]],
+            [(f"{percent(m.confidence)}%", m.true, m.predicted, m.name) for m in evaluation.worst[:LISTED]],
             numbers=("confidence",),
         )
-    if found.bad:
+    if evaluation.bad:
         _heading("Images that could not be read")
-        for image in found.bad[:LISTED]:
+        for image in evaluation.bad[:LISTED]:
             echo(f"{image.name}: {image.reason}")
-        if len(found.bad) > LISTED:
-            echo(f"… and {len(found.bad) - LISTED:,} more")
+        if len(evaluation.bad) > LISTED:
+            echo(f"… and {len(evaluation.bad) - LISTED:,} more")
 
 
-def _calibration(found: "Evaluation") -> str:
+def _calibration(evaluation: "Evaluation") -> str:
     """Compare the mean confidence with the accuracy, in words."""
     from vitrail.evaluation import percent
 
-    full = [row for row in found.reliability if row.confidence is not None]
-    confidence = sum(row.images * (row.confidence or 0) for row in full) / found.images
-    return f"The mean confidence is {percent(confidence)}%; the accuracy is {percent(found.top1)}%."
+    full = [row for row in evaluation.reliability if row.confidence is not None]
+    confidence = sum(row.images * (row.confidence or 0) for row in full) / evaluation.images
+    return f"The mean confidence is {percent(confidence)}%; the accuracy is {percent(evaluation.top1)}%."
 
 
-def _print_classes(found: "Evaluation", every_class: bool) -> None:
+def _print_classes(evaluation: "Evaluation", every_class: bool) -> None:
     """Print a row per class, the weakest first."""
-    rows = found.weakest_first
+    rows = evaluation.weakest_first
     listed = rows if every_class else rows[:MAX_CLASSES]
     _heading("Classes, the weakest first")
     print_table(
@@ -145,7 +153,7 @@ def _print_classes(found: "Evaluation", every_class: bool) -> None:
     )
     if len(rows) > len(listed):
         echo(f"… and {len(rows) - len(listed):,} more; --all lists them")
-    without = len(found.per_class) - len(rows)
+    without = len(evaluation.per_class) - len(rows)
     if without:
         echo(f"The model has {without:,} more {'class' if without == 1 else 'classes'} without images here.")
 
@@ -166,7 +174,7 @@ def _heading(text: str) -> None:
     echo(f"\n{text}", bold=True)
 
 
-def _compact_json(found: dict[str, Any]) -> str:
+def _compact_json(values: dict[str, Any]) -> str:
     """Format JSON with each list of numbers on one line; strings are safe, since JSON escapes their line breaks."""
-    text = json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False)
     return re.sub(r"\[\n([-+.\de,\s]+)\n\s*\]", lambda match: f"[{' '.join(match[1].split())}]", text)

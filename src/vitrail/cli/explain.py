@@ -88,7 +88,7 @@ def explain(
     for text in skipped.messages():
         echo(f"vitrail: {text}", err=True)
     if not items:
-        raise DataError(f"there are no images in {', '.join(map(shown, images))}")
+        raise DataError(f"no images in {', '.join(map(shown, images))}")
     ending = ending_of(request, target, grid)
     planned = plan_outputs([item.name for item in items], out, ending, arrays=arrays, overwrite=overwrite)
     explainer = Explainer(open_model(bundle, override, keys), request, target=target, device=device)
@@ -98,11 +98,11 @@ def explain(
             on_explained(number, len(items))
             name = shown(os.fsdecode(item.name))
             try:
-                found = _write(explainer, item, name, files, grid, opacity, side, overwrite)
+                explanation = _write(explainer, item, name, files, grid, opacity, side, overwrite)
             except DataError as error:
                 bad.append(error)
                 continue
-            rows.append((cut(name), *_class_and_confidence(found), str(files.image)))
+            rows.append((cut(name), *_class_and_confidence(explanation), str(files.image)))
     if not rows:
         raise bad[0]
     titles = ("image", "class", "confidence", "written") if explainer.request.targeted else ("image", "written")
@@ -136,21 +136,21 @@ def _write(
     from vitrail.explanations.overlay import captioned, tiled
 
     if grid is None:
-        found = explainer.explain(item, name)
-        sheet, array = found.side_by_side(opacity, side), found.map
+        explanation = explainer.explain(item, name)
+        sheet, array = explanation.side_by_side(opacity, side), explanation.map
     else:
         tiles = explainer.grid(item, grid, name)  # type: ignore[arg-type]
-        found, array = tiles[0].explanation, np.stack([tile.explanation.map for tile in tiles])
+        explanation, array = tiles[0].explanation, np.stack([tile.explanation.map for tile in tiles])
         sheet = tiled([tile.explanation.overlay(opacity, side or TILE) for tile in tiles], [t.label for t in tiles])
-    save_image(captioned(sheet, found.caption), files.image, notes=found.notes, overwrite=overwrite)
+    save_image(captioned(sheet, explanation.caption), files.image, notes=explanation.notes, overwrite=overwrite)
     if files.array is not None:
         save_array(array, files.array, overwrite=overwrite)
-    return found
+    return explanation
 
 
-def _class_and_confidence(found: "Explanation") -> tuple[str, str]:
+def _class_and_confidence(explanation: "Explanation") -> tuple[str, str]:
     """Return the explained class and its probability."""
     from vitrail.evaluation import percent
 
-    probability = "" if found.probability is None else f"{percent(found.probability)}%"
-    return "" if found.target is None else str(found.target), probability
+    probability = "" if explanation.probability is None else f"{percent(explanation.probability)}%"
+    return "" if explanation.target is None else str(explanation.target), probability

@@ -134,7 +134,7 @@ def _readable(items: Iterable["Item"], bundle: "Bundle") -> "tuple[list[Item], t
     if len(bad) > LISTED:
         echo(f"skipped: {len(bad) - LISTED:,} more", err=True)
     if not pixels:
-        raise DataError("none of the images can be read" if bad else "there are no images in these paths")
+        raise DataError("none of the images can be read" if bad else "no images in these paths")
     return readable, torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2)
 
 

@@ -26,20 +26,22 @@ def inspect(
     """Describe a checkpoint: family, architecture, size, preprocessing, classes, tensors, anything unusual."""
     from vitrail.checkpoints.inspect import inspect as look
 
-    found = look(source, overrides=read_overrides(override), keys=keys)
-    bundle, config = found.bundle, found.bundle.model.config
+    inspection = look(source, overrides=read_overrides(override), keys=keys)
+    bundle, config = inspection.bundle, inspection.bundle.model.config
     if as_json:
         report = {
-            "variant": found.variant,
+            "variant": inspection.variant,
             "coverage": bundle.coverage,
             "provenance": bundle.provenance,
             "config": json.loads(config.to_json()),
             "preprocess": json.loads(bundle.preprocess.to_json()),
             "classes": bundle.classes,
             "assumptions": [assumption._asdict() for assumption in bundle.assumptions],
-            "oddities": found.oddities,
+            "oddities": inspection.oddities,
             # JSON cannot represent NaN or infinity.
-            "tensors": [row._replace(mean=_finite(row.mean), std=_finite(row.std))._asdict() for row in found.tensors],
+            "tensors": [
+                row._replace(mean=_finite(row.mean), std=_finite(row.std))._asdict() for row in inspection.tensors
+            ],
         }
         echo(json.dumps(report, indent=2, allow_nan=False))
         return
@@ -47,7 +49,7 @@ def inspect(
     pre, names = bundle.preprocess, bundle.classes
     rows = [
         ("from", ", ".join(f"{value}" for key, value in bundle.provenance.items() if key in ("family", "source"))),
-        ("variant", found.variant or "none of the named sizes"),
+        ("variant", inspection.variant or "none of the named sizes"),
         ("size", f"{parameters:,} parameters: {config.depth} blocks, width {config.width}, {config.heads} heads"),
         ("images", f"{_by(config.image_size)}, {config.channels} channels, patches of {_by(config.patch_size)}"),
         ("stem and position", f"{config.stem}, {config.position}"),
@@ -64,7 +66,7 @@ def inspect(
         ),
     ]
     print_table(("field", "value"), [*rows, ("loaded", bundle.coverage)])
-    for oddity in found.oddities:
+    for oddity in inspection.oddities:
         echo(f"note: {oddity}")
     if tensors:
         echo("")
@@ -72,7 +74,7 @@ def inspect(
             ("tensor", "shape", "dtype", "mean", "std"),
             [
                 (r.name, "×".join(map(str, r.shape)), r.dtype, f"{r.mean or 0:.4g}", f"{r.std or 0:.4g}")
-                for r in found.tensors
+                for r in inspection.tensors
             ],
             numbers=("mean", "std"),
         )

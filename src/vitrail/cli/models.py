@@ -48,19 +48,19 @@ def _list_all(as_json: bool) -> None:
 def _show_one(name: str, as_json: bool) -> None:
     from vitrail.api import describe
 
-    found = describe(name)
-    spent = found.cost
+    description = describe(name)
+    spent = description.cost
     if as_json:
         report = {
             "name": name,
             **spent._asdict(),
-            "stages": [stage._asdict() for stage in found.stages],
-            "config": json.loads(found.config.to_json()),
+            "stages": [stage._asdict() for stage in description.stages],
+            "config": json.loads(description.config.to_json()),
         }
         echo(json.dumps(report, indent=2))
         return
     intro = "The shapes of a synthetic image on its way through the model, with random weights:"
-    if not found.computed:
+    if not description.computed:
         intro = "The shapes of an image on its way through the model (inferred, since the model is large):"
     echo(
         f"{name}: {spent.parameters:,} parameters, {spent.tokens} tokens, {spent.flops / 1e9:,.2f} GFLOPs per image.\n"
@@ -68,6 +68,6 @@ def _show_one(name: str, as_json: bool) -> None:
     )
     print_table(
         ("stage", "shape", "numbers", "what it is"),
-        [(s.name, " × ".join(map(str, s.shape)), f"{math.prod(s.shape):,}", s.meaning) for s in found.stages],
+        [(s.name, " × ".join(map(str, s.shape)), f"{math.prod(s.shape):,}", s.meaning) for s in description.stages],
         numbers=("numbers",),
     )

@@ -32,15 +32,15 @@ def open_model(source: str, overrides: Sequence[str] | None, keys: Path | None) 
 
 def read_overrides(fields: Sequence[str] | None) -> dict[str, Any]:
     """Parse name=value; a value is a number, a list (0.5,0.5,0.5), a size (192x384), true, false, none, or a word."""
-    found = {}
+    overrides = {}
     for field in fields or ():
         name, equals, value = field.partition("=")
         if not equals or not name or not value:
             raise typer.BadParameter(
                 f"{field!r} is not NAME=VALUE; write, for example, pool=mean", param_hint="--override"
             )
-        found[name] = _value(value)
-    return found
+        overrides[name] = _value(value)
+    return overrides
 
 
 def _value(text: str) -> Any:

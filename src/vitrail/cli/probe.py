@@ -71,16 +71,16 @@ def probe(
     compute.check()  # before anything is read
     model = open_model(bundle, override, keys)
     FeatureRequest(layer=layer).check(model.model.config)
-    with progress("listing") as on_found:
-        splits = open_splits(data, plan, recorded_split(model.origin), on_progress=lambda found: on_found(found, None))
+    with progress("listing") as on_listed:
+        splits = open_splits(data, plan, recorded_split(model.origin), on_progress=lambda count: on_listed(count, None))
     with progress("features") as on_features:
         collected = collect(model, splits, plan, replace(compute, on_progress=on_features), layer=layer)
     with progress("fitting") as on_fitted:
-        found = evaluate_features(collected, plan, device=device, on_progress=on_fitted)
+        result = evaluate_features(collected, plan, device=device, on_progress=on_fitted)
     if as_json:
-        echo(json.dumps(found.as_dict(), indent=2, ensure_ascii=False, allow_nan=False))
+        echo(json.dumps(result.as_dict(), indent=2, ensure_ascii=False, allow_nan=False))
         return
-    _print(found)
+    _print(result)
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
@@ -93,7 +93,7 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
     return tuple(int(word) for word in words)
 
 
-def _print(found: "ProbeResult") -> None:
+def _print(result: "ProbeResult") -> None:
     from vitrail.evaluation import percent
 
     splits = {
@@ -102,25 +102,25 @@ def _print(found: "ProbeResult") -> None:
         "stratified": "in random stratified splits",
     }
     echo(
-        f"{found.images:,} {found.split} images and {found.examples:,} train images of {len(found.classes):,} "
-        f"classes, {splits[found.split_origin]}."
+        f"{result.images:,} {result.split} images and {result.examples:,} train images of {len(result.classes):,} "
+        f"classes, {splits[result.split_origin]}."
     )
     rows = []
-    for row in found.rows:
-        interval = found.interval(row)
+    for row in result.rows:
+        interval = result.interval(row)
         between = "" if interval is None else f"{percent(interval.low)}–{percent(interval.high)}"
         spread = "" if row.spread is None else f"±{100 * row.spread:.1f}"
         rows.append((*_named(row), f"{percent(row.mean)}%", spread, between))
     numbers = ("accuracy", "over seeds", "95% interval")
     print_table(("probe", "setting", *numbers), rows, numbers=numbers)
-    for note in found.notes:
+    for note in result.notes:
         echo(f"{note[0].upper()}{note[1:]}.")
-    if found.bad:
-        echo(f"{len(found.bad):,} more could not be read:")
-        for image in found.bad[:LISTED]:
+    if result.bad:
+        echo(f"{len(result.bad):,} more could not be read:")
+        for image in result.bad[:LISTED]:
             echo(f"  {image.name}: {image.reason}")
-        if len(found.bad) > LISTED:
-            echo(f"  … and {len(found.bad) - LISTED:,} more")
+        if len(result.bad) > LISTED:
+            echo(f"  … and {len(result.bad) - LISTED:,} more")
 
 
 def _named(row: "ProbeRow") -> tuple[str, str]:

@@ -277,9 +277,9 @@ def prefetch(
         ) from None
 
 
-def _check_choice(what: str, found: object, valid: tuple[object, ...]) -> None:
-    if found not in valid:
-        raise ConfigError(f"{what} is {found!r}; choose one of {', '.join(map(repr, valid))}")
+def _check_choice(what: str, value: object, valid: tuple[object, ...]) -> None:
+    if value not in valid:
+        raise ConfigError(f"{what} is {value!r}; choose one of {', '.join(map(repr, valid))}")
 
 
 def default_workers() -> int:

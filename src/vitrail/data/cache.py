@@ -85,7 +85,7 @@ class _Table:
 class Cached:
     """A source that reads images from the cache, or from their files if they are not cached."""
 
-    whole: Source
+    base: Source
     folder: Path
     size: CacheSize
     table: _Table
@@ -102,30 +102,30 @@ class Cached:
     @property
     def classes(self) -> tuple[str, ...]:
         """The names of the classes."""
-        return self.whole.classes
+        return self.base.classes
 
     @property
     def labels(self) -> Labels:
         """The class of every image."""
-        return self.whole.labels
+        return self.base.labels
 
     def __len__(self) -> int:
         """Return the number of images."""
-        return len(self.whole)
+        return len(self.base)
 
     def name(self, index: int) -> str:
         """Return a readable name of an image."""
-        return self.whole.name(index)
+        return self.base.name(index)
 
     def stamp(self, index: int) -> tuple[int, int]:
         """Return two numbers that change when the stored image does."""
-        return self.whole.stamp(index)
+        return self.base.stamp(index)
 
     def read(self, index: int) -> bytes | Pixels:
         """Return the pixels of an image; the first read in a process verifies the checksum."""
         offset = int(self.table.offsets[index])
         if offset == _MISSING:
-            return self.whole.read(index)
+            return self.base.read(index)
         height, width = map(int, self.table.shapes[index])
         pixels = self._mapped()[offset : offset + height * width * self.size.channels]
         checked = self._checked[os.getpid()]
@@ -242,15 +242,15 @@ class _Small(Dataset[Pixels | None]):
             return None
         if min(pixels.shape[:2]) > self.size.short_side:
             side = self.size.short_side
-            whole = extent(image.width, pixels.shape[1]), extent(image.height, pixels.shape[0])
+            covered = extent(image.width, pixels.shape[1]), extent(image.height, pixels.shape[0])
             target = resized_size((image.width, image.height), (side, side), "cover")
-            pixels = _smaller(pixels, target, whole)
+            pixels = _smaller(pixels, target, covered)
         return np.ascontiguousarray(pixels)
 
 
-def _smaller(pixels: Pixels, target: tuple[int, int], whole: tuple[float, float]) -> Pixels:
+def _smaller(pixels: Pixels, target: tuple[int, int], covered: tuple[float, float]) -> Pixels:
     """Resize to (width, height); channel by channel, unless the image is RGB."""
-    box = (0.0, 0.0, *whole)
+    box = (0.0, 0.0, *covered)
     if pixels.shape[2] == 3:
         return np.asarray(Image.fromarray(pixels).resize(target, Image.Resampling.BICUBIC, box=box))
     layers = (Image.fromarray(np.ascontiguousarray(layer)) for layer in pixels.transpose(2, 0, 1))

@@ -90,14 +90,14 @@ class _Array:
 
     def pixels(self, channels: int, *, scale: float = 1.0) -> Pixels:  # noqa: ARG002 - already decoded
         array = _to_bytes(self.array)
-        found = array.shape[2]
-        if found == channels:
+        actual = array.shape[2]
+        if actual == channels:
             return array
-        if found == 1 and channels == 3:
+        if actual == 1 and channels == 3:
             return np.broadcast_to(array, (self.height, self.width, 3))
-        if found in (3, 4) and channels in (1, 3):
+        if actual in (3, 4) and channels in (1, 3):
             return _as_mode(Image.fromarray(np.ascontiguousarray(array)), "L" if channels == 1 else "RGB")
-        raise _other_channels(found, channels)
+        raise _other_channels(actual, channels)
 
 
 class _Jpeg:
@@ -218,10 +218,10 @@ def _frames(image: Image.Image, channels: int) -> Pixels:
     """Use the pages of a TIFF as channels, as in microscopy and satellite images."""
     pages = getattr(image, "n_frames", 1)
     if pages != channels:
-        found = pages if pages > 1 else len(image.getbands())
+        actual = pages if pages > 1 else len(image.getbands())
         raise (
-            _other_channels(found, channels)
-            if found != channels
+            _other_channels(actual, channels)
+            if actual != channels
             else DataError(f"an image of mode {image.mode} cannot be used as {channels} channels")
         )
     layers = []
@@ -286,8 +286,8 @@ def _check_size(width: int, height: int) -> None:
         )
 
 
-def _other_channels(found: int, expected: int) -> DataError:
-    return DataError(f"an image with {found} channels, expected {expected}")
+def _other_channels(actual: int, expected: int) -> DataError:
+    return DataError(f"an image with {actual} channels, expected {expected}")
 
 
 def _reason(error: Exception) -> str:

@@ -122,7 +122,7 @@ def _check_axes(shape: Sequence[int], channels: int, *, last: bool) -> None:
         raise InputError(f"{what} should be {axes}, but this is {tuple(shape)}; transpose it")
 
 
-def no_image(found: object) -> InputError:
+def no_image(value: object) -> InputError:
     """Return the error for an input that is not an image."""
     kinds = "a path, the bytes of a file, a Pillow image, an array or a tensor, or several of them"
-    return InputError(f"expected {kinds}, found {type(found).__name__}")
+    return InputError(f"expected {kinds}, found {type(value).__name__}")

@@ -62,9 +62,9 @@ class Outline(NamedTuple):
         return self.width * self.height * self.passes
 
 
-def check_count(found: int, most: int, kind: str, what: str, limit: int | None = None) -> None:
+def check_count(count: int, most: int, kind: str, what: str, limit: int | None = None) -> None:
     """Raise if `found` exceeds `most`, which is what remains of the `limit` in the message."""
-    if found > most:
+    if count > most:
         raise DataError(
             f"a {kind} with more than {most if limit is None else limit:,} {what} would take very long to decode; "
             f"save it again with another program, or in another format"

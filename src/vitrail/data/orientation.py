@@ -26,8 +26,8 @@ def turn_of(image: Image.Image) -> Image.Transpose | None:
     if image.format == "TIFF":  # Pillow transposes these itself
         return None
     # For a PNG, Pillow would decode everything to find tags that may be at its end.
-    known = image.info.get("exif", b"") if image.format == "PNG" else None
-    exif = image.getexif() if known is None else _tags(known)
+    stored = image.info.get("exif", b"") if image.format == "PNG" else None
+    exif = image.getexif() if stored is None else _tags(stored)
     return _TURNS.get(exif.get(_ORIENTATION, 1))
 
 

@@ -53,7 +53,7 @@ class Stream:
 
     def __post_init__(self) -> None:
         if self.images < 1:
-            raise DataError("there are no images to train on")
+            raise DataError("no images to train on")
         if self.repeats < 1 or not 0 <= self.seed < 2**63:
             raise ConfigError(f"repeats is {self.repeats} and seed is {self.seed}; use 1 or more, and 0 to 2⁶³ - 1")
         if self.batch < 1 or self.batch % self.repeats:
@@ -83,11 +83,11 @@ class Stream:
         if self.balance is not None:
             return np.array([self._balanced(int(place)) for place in rounds], dtype=np.int64)
         epochs, places = np.divmod(rounds, self.images)
-        found = np.empty_like(positions)
+        images = np.empty_like(positions)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            found[here] = shuffle(self.seed, int(epoch), self.images)[places[here]]
-        return found
+            images[here] = shuffle(self.seed, int(epoch), self.images)[places[here]]
+        return images
 
     def epoch(self, step: int) -> float:
         """Return how many epochs (repeats counted once) precede a step."""

@@ -65,12 +65,12 @@ def _jpeg(content: bytes) -> Outline | None:
     place, segments, stray, size = 2, 0, 0, None
     components = 0  # of a sequential image: if the first scan has all of them, it is the only one
     while True:
-        found = _MARKER.search(content, place, place + JPEG_STRAY - stray + 2)
-        if found is None:
+        match = _MARKER.search(content, place, place + JPEG_STRAY - stray + 2)
+        if match is None:
             if len(content) > place + JPEG_STRAY - stray:
                 raise DataError(f"a JPEG with more than {JPEG_STRAY:,} bytes between its segments; it is corrupt")
             return None
-        start, marker = found.start(), content[found.start() + 1]
+        start, marker = match.start(), content[match.start() + 1]
         stray += start - place
         if marker == 0xDA:
             break
@@ -88,10 +88,10 @@ def _jpeg(content: bytes) -> Outline | None:
     scans = 1 if components and content[start + 4] == components else _jpeg_scans(content, start, segments)
     if size is None:
         return None
-    whole = Outline(*size, passes=scans)
-    if whole.width * whole.height <= PIXEL_LIMIT:  # larger ones are rejected for their size
-        check_count(whole.work, JPEG_WORK, "JPEG", "pixels times scans")
-    return whole
+    outline = Outline(*size, passes=scans)
+    if outline.width * outline.height <= PIXEL_LIMIT:  # larger ones are rejected for their size
+        check_count(outline.work, JPEG_WORK, "JPEG", "pixels times scans")
+    return outline
 
 
 def _jpeg_scans(content: bytes, start: int, segments: int) -> int:
@@ -101,8 +101,8 @@ def _jpeg_scans(content: bytes, start: int, segments: int) -> int:
     if most <= JPEG_WORK // PIXEL_LIMIT:
         return most
     scans, place = 0, start
-    while found := _AFTER_SCAN.search(content, place):
-        marker, place = content[found.start() + 1], found.end()
+    while match := _AFTER_SCAN.search(content, place):
+        marker, place = content[match.start() + 1], match.end()
         if marker == 0xD9:
             break
         scans += marker == 0xDA
@@ -173,11 +173,11 @@ def _webp(content: bytes) -> Outline | None:
 
 def _bmp(content: bytes) -> Outline:
     width, height = struct.unpack_from("<HH" if content[14] == 12 else "<ii", content, 18)
-    found = Outline(abs(width), abs(height))
+    outline = Outline(abs(width), abs(height))
     if content[14] >= 40 and struct.unpack_from("<I", content, 30)[0] in _BMP_RUNS:
-        check_count(found.work, BMP_RUN_PIXELS, "BMP", "run-length encoded pixels")
-        check_count(len(content), 2 * found.work + _BMP_HEADER, "BMP", f"bytes for {found.work:,} pixels")
-    return found
+        check_count(outline.work, BMP_RUN_PIXELS, "BMP", "run-length encoded pixels")
+        check_count(len(content), 2 * outline.work + _BMP_HEADER, "BMP", f"bytes for {outline.work:,} pixels")
+    return outline
 
 
 def _plain(content: bytes) -> None:
@@ -196,18 +196,18 @@ def _jpeg_2000(content: bytes) -> Outline | None:
     (channels,) = struct.unpack_from(">H", content, start + 40)
     tiles = -(-right // max(1, tile_wide)) * -(-bottom // max(1, tile_tall))
     check_count(tiles, TILES, "JPEG 2000", "tiles")
-    found = Outline(max(0, right - left), max(0, bottom - top))
-    if found.work <= PIXEL_LIMIT:
-        check_count(found.work * channels, J2K_SAMPLES, "JPEG 2000", "pixels times channels")
+    outline = Outline(max(0, right - left), max(0, bottom - top))
+    if outline.work <= PIXEL_LIMIT:
+        check_count(outline.work * channels, J2K_SAMPLES, "JPEG 2000", "pixels times channels")
         layers = 1
         for marker, place in _j2k_segments(content, start + 2):
             if marker == 0x52:  # coding of all channels; then of one channel, if it differs
                 layers = max(layers, struct.unpack_from(">H", content, place + 4)[0])
-                _check_j2k_coding(content, place + 7, content[place + 2], found, (channels, layers, tiles))
+                _check_j2k_coding(content, place + 7, content[place + 2], outline, (channels, layers, tiles))
             elif marker == 0x53:
                 place += 2 if channels < 257 else 3
-                _check_j2k_coding(content, place + 2, content[place + 1], found, (channels, layers, tiles))
-    return found
+                _check_j2k_coding(content, place + 2, content[place + 1], outline, (channels, layers, tiles))
+    return outline
 
 
 def _j2k_codestream(content: bytes) -> int | None:
@@ -246,15 +246,15 @@ def _j2k_segments(content: bytes, place: int) -> Iterator[tuple[int, int]]:
         place += 2 + struct.unpack_from(">H", content, place + 2)[0]
 
 
-def _check_j2k_coding(content: bytes, place: int, style: int, whole: Outline, times: tuple[int, int, int]) -> None:
+def _check_j2k_coding(content: bytes, place: int, style: int, outline: Outline, times: tuple[int, int, int]) -> None:
     channels, layers, tiles = times
     levels, wide, tall = struct.unpack_from("BBB", content, place)
-    check_count(channels * whole.work >> (wide & 15) + (tall & 15) + 4, J2K_BLOCKS, "JPEG 2000", "code-blocks")
+    check_count(channels * outline.work >> (wide & 15) + (tall & 15) + 4, J2K_BLOCKS, "JPEG 2000", "code-blocks")
     packets = 0
     for level in range(min(levels, 32) + 1):
         size = content[place + 5 + level] if style & 1 else 0xFF
         shrunk = min(levels, 32) - level
-        across, down = whole.width >> shrunk + (size & 15), whole.height >> shrunk + (size >> 4)
+        across, down = outline.width >> shrunk + (size & 15), outline.height >> shrunk + (size >> 4)
         packets += max(tiles, (across + 1) * (down + 1))
     check_count(packets * channels * layers, J2K_PACKETS, "JPEG 2000", "packets")
 

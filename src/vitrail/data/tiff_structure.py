@@ -89,7 +89,7 @@ def _page(content: bytes, place: int, order: str, most_tags: int, *, big: bool) 
     (count,) = struct.unpack_from(order + count_format, content, place)
     place += struct.calcsize(count_format)
     check_count(count, most_tags, "TIFF", "tags", limit=TIFF_TAGS)
-    found: dict[int, int] = {}
+    tags: dict[int, int] = {}
     arrays: dict[int, _Array] = {}
     for entry in range(place, place + count * size, size):
         tag, kind, values = struct.unpack_from(order + tag_format, content, entry)
@@ -100,28 +100,28 @@ def _page(content: bytes, place: int, order: str, most_tags: int, *, big: bool) 
                 (value,) = struct.unpack_from(f"{order}Q" if big else f"{order}I", content, value)
             arrays.setdefault(tag, _Array(order, number, values, value))
         elif kind in _NUMBERS and values == 1:  # of a tag that is there twice, libtiff takes the first
-            found.setdefault(tag, struct.unpack_from(order + _NUMBERS[kind], content, value)[0])
+            tags.setdefault(tag, struct.unpack_from(order + _NUMBERS[kind], content, value)[0])
     next_place, next_format = place + count * size, f"{order}Q" if big else f"{order}I"
     ends_here = next_place + struct.calcsize(next_format) > len(content)  # decoders put up with that
     after = 0 if ends_here else struct.unpack_from(next_format, content, next_place)[0]
     tiles = max((arrays[tag].length for tag in _PLACES if tag in arrays), default=1)
-    whole = Outline(found.get(_WIDTH, 0), found.get(_HEIGHT, 0))
-    planes = found.get(_SAMPLES, 1) if found.get(_PLANAR) == _PLANAR_SEPARATE else 1
-    used, tile = _tiling(found, whole, planes)
+    outline = Outline(tags.get(_WIDTH, 0), tags.get(_HEIGHT, 0))
+    planes = tags.get(_SAMPLES, 1) if tags.get(_PLANAR) == _PLANAR_SEPARATE else 1
+    used, tile = _tiling(tags, outline, planes)
     check_count(max(tiles, used), TILES, "TIFF", "tiles")
-    check_count(found.get(_TILE_WIDTH, 0) * found.get(_TILE_HEIGHT, 0), TILE_PIXELS, "TIFF", "pixels in one tile")
-    if _TILE_WIDTH in found:
+    check_count(tags.get(_TILE_WIDTH, 0) * tags.get(_TILE_HEIGHT, 0), TILE_PIXELS, "TIFF", "pixels in one tile")
+    if _TILE_WIDTH in tags:
         check_count(used * tile, TILED_PIXELS * min(planes, MOST_PLANES), "TIFF", "pixels in its tiles")
-    return _Page(whole, count, tiles, used, tile, found.get(_COMPRESSION, 1), arrays, after)
+    return _Page(outline, count, tiles, used, tile, tags.get(_COMPRESSION, 1), arrays, after)
 
 
-def _tiling(found: dict[int, int], whole: Outline, planes: int) -> tuple[int, int]:
+def _tiling(tags: dict[int, int], outline: Outline, planes: int) -> tuple[int, int]:
     """Return how many tiles or strips a decoder reads, and how many pixels each has."""
-    if _TILE_WIDTH in found:
-        wide, tall = max(1, found[_TILE_WIDTH]), max(1, found.get(_TILE_HEIGHT, 1))
+    if _TILE_WIDTH in tags:
+        wide, tall = max(1, tags[_TILE_WIDTH]), max(1, tags.get(_TILE_HEIGHT, 1))
     else:
-        wide, tall = max(1, whole.width), max(1, min(found.get(_ROWS, whole.height), whole.height))
-    return -(-whole.width // wide) * -(-whole.height // tall) * planes, wide * tall
+        wide, tall = max(1, outline.width), max(1, min(tags.get(_ROWS, outline.height), outline.height))
+    return -(-outline.width // wide) * -(-outline.height // tall) * planes, wide * tall
 
 
 # ── JPEG tiles ──
@@ -145,8 +145,8 @@ def _check_work(content: bytes, page: _Page, scans: int) -> None:
     """Count the scans that belong to a page; where its tiles share some of their bytes, each may have all of them."""
     spans = _spans(content, page)
     if spans:
-        found = {span: min(content.count(b"\xff\xda", span[0], sum(span)), TIFF_SCANS) for span in spans}
-        work = max(sum(found[span] * times for span, times in spans.items()), page.used) * page.tile
+        counts = {span: min(content.count(b"\xff\xda", span[0], sum(span)), TIFF_SCANS) for span in spans}
+        work = max(sum(counts[span] * times for span, times in spans.items()), page.used) * page.tile
     else:
         work = page.used * page.tile * min(scans, TIFF_SCANS)
     check_count(work, JPEG_WORK, "TIFF", "pixels times scans")

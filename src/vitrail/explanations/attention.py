@@ -65,7 +65,7 @@ def maps_of_layers(model: ViT, pixels: Tensor, query: Query | None = None) -> li
     maps = []
     for _, weights in iter_attention(model, pixels):
         maps.append(patch_grid(row @ weights, model.config))
-        del weights  # make room for the next layer's
+        del weights  # free the memory for the next layer's
     return maps
 
 

@@ -65,9 +65,9 @@ class Explanation:
     @property
     def notes(self) -> dict[str, str]:
         """The same as key-value pairs, stored as PNG text chunks."""
-        found = {"method": self.method, "target": self.target, "target_probability": self.probability}
-        found |= {"class": self.predicted, "probability": self.confidence}
-        return {key: str(value) for key, value in found.items() if value is not None}
+        notes = {"method": self.method, "target": self.target, "target_probability": self.probability}
+        notes |= {"class": self.predicted, "probability": self.confidence}
+        return {key: str(value) for key, value in notes.items() if value is not None}
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Save image and overlay side by side as .png, .jpg or .webp, or the map itself as .npy.

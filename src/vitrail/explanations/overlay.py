@@ -97,14 +97,14 @@ def captioned(sheet: Image.Image, text: str) -> Image.Image:
     width = sheet.width - 2 * GAP
     sizes = (20, 17, 14, 12)
     font = next((font for size in sizes if (font := _font(size)).getlength(words) <= width), _font(sizes[-1]))
-    whole_text, kept = words, len(words)
+    full_text, kept = words, len(words)
     while font.getlength(words) > width and kept > 2:
         kept -= 1
-        words = f"{whole_text[: kept // 2]}…{whole_text[len(whole_text) - (kept + 1) // 2 :]}"
-    whole = Image.new("RGB", (sheet.width, sheet.height + CAPTION), PAPER)
-    ImageDraw.Draw(whole).text((GAP, CAPTION - 11), words, fill=INK, font=font, anchor="ls")
-    whole.paste(sheet, (0, CAPTION))
-    return whole
+        words = f"{full_text[: kept // 2]}…{full_text[len(full_text) - (kept + 1) // 2 :]}"
+    canvas = Image.new("RGB", (sheet.width, sheet.height + CAPTION), PAPER)
+    ImageDraw.Draw(canvas).text((GAP, CAPTION - 11), words, fill=INK, font=font, anchor="ls")
+    canvas.paste(sheet, (0, CAPTION))
+    return canvas
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:

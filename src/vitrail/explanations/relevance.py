@@ -83,7 +83,7 @@ def explained_token(config: ViTConfig, query: Query | None) -> int:
 def check_has_classes(config: ViTConfig) -> None:
     """Raise for a model without a classification head."""
     if not config.classes:
-        raise InputError("the model has no head, so there is no class to explain; use attention, rollout or pca")
+        raise InputError("the model has no head, so it has no class to explain; use attention, rollout or pca")
 
 
 def _read_weights(config: ViTConfig, query: Query | None) -> Tensor:

@@ -52,7 +52,7 @@ def _roll(model: ViT, pixels: Tensor, fuse: Fuse, discard: float) -> tuple[Tenso
     tokens = pixels
     for tokens, weights in iter_attention(model, pixels):  # noqa: B007 - the last tokens are returned
         rolled = with_residual(discard_smallest(fuse_heads(weights, fuse), discard)) @ rolled
-        del weights  # make room for the next layer's
+        del weights  # free the memory for the next layer's
     return rolled, tokens
 
 

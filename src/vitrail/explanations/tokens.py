@@ -47,18 +47,18 @@ def read_token(query: Query, config: ViTConfig) -> int:
     if kind == "register":
         if not number.isascii() or not number.isdigit() or int(number) >= config.registers:
             have = f"registers register:0 to register:{config.registers - 1}" if config.registers else "no registers"
-            raise InputError(f"there is no token {name!r}: this model has {have}; {_possible(config)}")
+            raise InputError(f"unknown token {name!r}: this model has {have}; {_possible(config)}")
         return int(layout.registers.start) + int(number)
     if patch := _PATCH.fullmatch(name):
         row, column = int(patch[1]), int(patch[2])
         rows, columns = config.grid
         if not (0 <= row < rows and 0 <= column < columns):
             raise InputError(
-                f"there is no patch in row {row}, column {column}: this model has rows 0 to {rows - 1} and columns 0 "
-                f"to {columns - 1}"
+                f"row {row}, column {column} is outside the patch grid: this model has rows 0 to {rows - 1} and "
+                f"columns 0 to {columns - 1}"
             )
         return int(layout.patches.start) + row * columns + column
-    raise InputError(f"there is no token {name!r}; {_possible(config)}")
+    raise InputError(f"unknown token {name!r}; {_possible(config)}")
 
 
 def pooled_tokens(config: ViTConfig) -> Tensor:

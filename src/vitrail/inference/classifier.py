@@ -35,7 +35,7 @@ class Prediction:
     """Class names; class indices as text if the bundle has no names."""
     probabilities: tuple[float, ...] = ()
     error: str | None = None
-    """Why there is no prediction, if the image could not be read and `errors="keep"`."""
+    """Why the image has no prediction, if the image could not be read and `errors="keep"`."""
 
     @property
     def name(self) -> str:
@@ -51,7 +51,7 @@ class Prediction:
 
     def _check(self) -> None:
         if self.error is not None:
-            raise DataError(f"there is no prediction: {self.error}")
+            raise DataError(f"the image has no prediction: {self.error}")
 
     def __iter__(self) -> Iterator[tuple[str, float]]:
         """Iterate over (class, probability)."""

@@ -11,7 +11,7 @@ from vitrail.data.sources.index_files import shown
 from vitrail.data.sources.parquet import import_pyarrow
 from vitrail.data.sources.source import reason_of
 from vitrail.errors import DataError
-from vitrail.inference.writing import Format, Sink, parquet_path, read_record, whole_records
+from vitrail.inference.writing import Format, Sink, complete_records, parquet_path, read_record
 
 
 def count_finished(target: Path, format: Format, items: Iterator[Item]) -> Sink:
@@ -53,7 +53,7 @@ def _rows(target: Path, format: Format) -> Iterator[tuple[int, bytes, str | None
 
 def _of_lines(target: Path, format: Format) -> Iterator[tuple[int, bytes, str | None]]:
     with target.open("rb") as file:
-        records, end = whole_records(file, format), 0
+        records, end = complete_records(file, format), 0
         if format == "csv":
             header, end = next(records, (b"", 0))
             if not header.startswith(b"number,path,error"):

@@ -81,12 +81,12 @@ class FeatureRequest:
     def folded(self, model: ViT, numbers: EncoderPrecision) -> FastModel:
         """Return the fast encoder of the layers that these features need; all tokens, unless they are pooled."""
         layers = None if self.layer is None else read_layer(self.layer, model.config.depth) + 1
-        return FastModel(model, numbers, layers=layers, whole=self.tokens != "pooled")
+        return FastModel(model, numbers, layers=layers, all_tokens=self.tokens != "pooled")
 
     def take(self, model: ViT | FastModel, x: Tensor) -> Tensor:
         """Return the features of normalised images, in float32."""
-        found = self._tokens(model, x).float()
-        return F.normalize(found, dim=-1) if self.normalise else found
+        tokens = self._tokens(model, x).float()
+        return F.normalize(tokens, dim=-1) if self.normalise else tokens
 
     def _tokens(self, model: ViT | FastModel, x: Tensor) -> Tensor:
         if self.raw:
@@ -164,9 +164,9 @@ def feature_batches(
             if len(images.labels):
                 # Only here, so that the caller's code between two batches runs in its own mode.
                 with torch.inference_mode(), autocast(place, how.precision):
-                    found = request.take(model, bundle.preprocess.normalise(images.to(place).pixels))
-                    check_finite(found.flatten(1), images.indices, source.name, how.precision)
-                    features = found.cpu().numpy()
+                    computed = request.take(model, bundle.preprocess.normalise(images.to(place).pixels))
+                    check_finite(computed.flatten(1), images.indices, source.name, how.precision)
+                    features = computed.cpu().numpy()
             yield FeatureBatch(features, images.labels.numpy(), images.indices.numpy(), images.bad)
             done += len(images.labels) + len(images.bad)
             if how.on_progress is not None:
@@ -207,4 +207,4 @@ def gather(
 def nothing_to_read(bad: list[BadImage]) -> DataError:
     """Return the error for a source without readable images."""
     why = f"none of the {len(bad):,} can be read; the first, {bad[0].name}: {bad[0].reason}" if bad else "none"
-    return DataError(f"there are no images to compute features for: {why}")
+    return DataError(f"no images to compute features for: {why}")

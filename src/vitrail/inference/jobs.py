@@ -31,9 +31,9 @@ from vitrail.inference.writing import (
     Format,
     PredictionRow,
     Sink,
+    complete_records,
     open_writer,
     read_record,
-    whole_records,
     write_parquet,
 )
 from vitrail.io import read_json
@@ -186,7 +186,7 @@ class Output(Sink):
     def skip_done(self, items: Iterator[Item]) -> Iterator[Item]:
         """Return the images without a row, after comparing the others with theirs."""
         with self._reader() as reader:
-            end = self._compare(whole_records(reader, self.lines), items)
+            end = self._compare(complete_records(reader, self.lines), items)
         self.file.seek(end)
         self.file.truncate()
         if not end:
@@ -208,10 +208,10 @@ class Output(Sink):
                 break
             item = next(items, None)
             if item is None or number != self.done + 1 or path != item.name:
-                found = "nothing" if item is None else shown(item.name)
+                actual = "nothing" if item is None else shown(item.name)
                 raise DataError(
                     f"row {self.done + 1} of {shown(os.fspath(self.target))} is {shown(path)}, but would now be "
-                    f"{found}: the images have changed; restart with --overwrite"
+                    f"{actual}: the images have changed; restart with --overwrite"
                 )
             self.count(path, error)
             end = after

@@ -85,10 +85,10 @@ def choose_linear(
     """Fit with every decay; return the best by validation accuracy, on ties by loss."""
     tried: list[tuple[float, float, Linear]] = []
     for done, decay in enumerate(sorted(decays, reverse=True), start=1):
-        found = fit_linear(features, labels, classes, decay=decay, start=tried[-1][2] if tried else None)
-        scores = found.scores(val_features)
+        linear = fit_linear(features, labels, classes, decay=decay, start=tried[-1][2] if tried else None)
+        scores = linear.scores(val_features)
         accuracy = float((scores.argmax(dim=1) == val_labels).double().mean())
-        tried.append((accuracy, -float(F.cross_entropy(scores, val_labels)), found))
+        tried.append((accuracy, -float(F.cross_entropy(scores, val_labels)), linear))
         if on_progress is not None:
             on_progress(done, len(decays))
     return max(tried, key=lambda trial: trial[:2])[2]

@@ -117,11 +117,11 @@ def _names(folder: bytes, keep: Callable[["os.DirEntry[bytes]"], bool]) -> Itera
     last = b""
     while True:
         with os.scandir(folder or b".") as entries:
-            found = heapq.nsmallest(AT_ONCE, (entry.name for entry in entries if entry.name > last and keep(entry)))
-        yield from found
-        if len(found) < AT_ONCE:
+            names = heapq.nsmallest(AT_ONCE, (entry.name for entry in entries if entry.name > last and keep(entry)))
+        yield from names
+        if len(names) < AT_ONCE:
             return
-        last = found[-1]
+        last = names[-1]
 
 
 def _is_image(name: bytes) -> bool:
@@ -300,8 +300,8 @@ def _lines(stream: BufferedReader, null: bool) -> Iterator[bytes]:
     while piece := stream.read1(AT_ONCE):
         if not null and b"\0" in piece:
             raise DataError("the list of paths contains NUL bytes; if they separate the paths, add -0")
-        *whole, rest = (rest + piece).split(b"\0" if null else b"\n")
-        yield from whole if null else (line.removesuffix(b"\r") for line in whole)
+        *complete, rest = (rest + piece).split(b"\0" if null else b"\n")
+        yield from complete if null else (line.removesuffix(b"\r") for line in complete)
     yield rest if null else rest.removesuffix(b"\r")
 
 

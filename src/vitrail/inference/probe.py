@@ -126,7 +126,7 @@ def collect(
     """Compute the features of every image that a plan needs, once."""
     evaluated, val = (splits.test, splits.val) if plan.split == "test" else (splits.val, None)
     if evaluated is None:
-        raise DataError(f"there is no {plan.split} split")
+        raise DataError(f"the {plan.split} split is missing")
     sources = [splits.train, evaluated, *([val] if val is not None and "linear" in plan.only else [])]
     total, done = sum(map(len, sources)), 0
     FeatureRequest(layer=layer).check(bundle.model.config)
@@ -139,9 +139,9 @@ def collect(
         overall = None if report is None else lambda here, _: report(before + here, total)
         return gather(bundle, source, FeatureRequest(layer=layer), replace(how, on_progress=overall))
 
-    found = [features(source) for source in sources]
-    val_features = found[2] if len(found) > 2 else None
-    return Collected(found[0], val_features, found[1], splits.train.classes, str(splits.record["method"]))
+    collected = [features(source) for source in sources]
+    val_features = collected[2] if len(collected) > 2 else None
+    return Collected(collected[0], val_features, collected[1], splits.train.classes, str(splits.record["method"]))
 
 
 def evaluate_features(
@@ -218,8 +218,8 @@ def _nearest(tensors: _Tensors, k: int) -> ProbeRow:
 
 
 def _linear(tensors: _Tensors, on_progress: Callable[[int, int], None] | None) -> ProbeRow:
-    found = choose_linear(*tensors.fit_and_validation(), tensors.classes, on_progress=on_progress)
-    return ProbeRow("linear", found.decay, (tensors.accuracy(found.scores(tensors.test_x)),))
+    linear = choose_linear(*tensors.fit_and_validation(), tensors.classes, on_progress=on_progress)
+    return ProbeRow("linear", linear.decay, (tensors.accuracy(linear.scores(tensors.test_x)),))
 
 
 def _resolve_shots(
@@ -232,19 +232,19 @@ def _resolve_shots(
     least = min(counts)
     smallest = [name for name, count in zip(classes, counts, strict=True) if count == least]
     others = f" (and {len(smallest) - 1:,} more)" if len(smallest) > 1 else ""
-    found = f"class {smallest[0]!r}{others} has only {least:,}"
+    actual = f"class {smallest[0]!r}{others} has only {least:,}"
     if plan.shots is None:
-        notes = [f"{shots} shots are skipped: {found} training images" for shots in SHOTS if shots > least]
+        notes = [f"{shots} shots are skipped: {actual} training images" for shots in SHOTS if shots > least]
         return tuple(shots for shots in SHOTS if shots <= least), notes
     if (most := max(plan.shots)) > least:
-        raise DataError(f"{most} shots need {most} training images of every class, but {found}; use fewer shots")
+        raise DataError(f"{most} shots need {most} training images of every class, but {actual}; use fewer shots")
     return plan.shots, []
 
 
 def _resolve_k(plan: ProbePlan, examples: int, notes: list[str]) -> tuple[int, ...]:
     """Return the numbers of neighbours; requested ones were checked before."""
     if plan.k is None and NEIGHBOURS[0] > examples:
-        notes.append(f"k is {examples} instead of {NEIGHBOURS[0]}, because there are no more training images")
+        notes.append(f"k is {examples} instead of {NEIGHBOURS[0]}, because the data has no more training images")
         return (examples,)
     return NEIGHBOURS if plan.k is None else plan.k
 

@@ -2,7 +2,7 @@
 
     number         counted from 1
     path           as passed in; for a file in a tar, the tar's path and the path inside
-    error          why there is no prediction, or empty
+    error          why the image has no prediction, or empty
     classes        the most likely classes, in order of probability
     probabilities  their probabilities
 
@@ -233,7 +233,7 @@ class TerminalWriter(Sink):
 # ── reading rows back ──
 
 
-def whole_records(file: BinaryIO, format: Format) -> Iterator[tuple[bytes, int]]:
+def complete_records(file: BinaryIO, format: Format) -> Iterator[tuple[bytes, int]]:
     """Yield the complete records of a file, each with its end offset."""
     record, end = b"", 0
     for line in file:
@@ -253,10 +253,10 @@ def read_record(record: bytes, format: Format) -> tuple[int, bytes, str | None]:
         if len(fields) < 3:
             raise ValueError(record)
         return int(fields[0]), os.fsencode(fields[1]), fields[2] or None
-    found = json.loads(record)
-    if not isinstance(found, dict) or not {"number", "path", "error"} <= found.keys():
+    row = json.loads(record)
+    if not isinstance(row, dict) or not {"number", "path", "error"} <= row.keys():
         raise ValueError(record)
-    return int(found["number"]), os.fsencode(str(found["path"])), found["error"]
+    return int(row["number"]), os.fsencode(str(row["path"])), row["error"]
 
 
 def parquet_path(path: bytes) -> bytes:

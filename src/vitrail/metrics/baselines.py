@@ -63,18 +63,18 @@ def warning_about_gap(training: float, validation: float, images: int) -> list[s
 
 
 def _about_guessing(matrix: NDArray[np.int64], interval: Interval, classes: Sequence[str]) -> list[str]:
-    found = baselines(matrix)
-    if interval.low > found.majority or (matrix.sum(axis=1) > 0).sum() < 2:  # a single class cannot be confused
+    baseline = baselines(matrix)
+    if interval.low > baseline.majority or (matrix.sum(axis=1) > 0).sum() < 2:  # a single class cannot be confused
         return []
     accuracy = float(np.trace(matrix) / matrix.sum())
     reached = (
-        f"the 95% interval {_percent(interval.low)}–{_percent(interval.high)} reaches {_percent(found.majority)}%, "
-        f"the accuracy of always predicting {classes[found.majority_class]!r}"
+        f"the 95% interval {_percent(interval.low)}–{_percent(interval.high)} reaches {_percent(baseline.majority)}%, "
+        f"the accuracy of always predicting {classes[baseline.majority_class]!r}"
     )
-    if accuracy - found.majority > CLEARLY_ABOVE:
+    if accuracy - baseline.majority > CLEARLY_ABOVE:
         return [f"too few images to distinguish this from guessing: {reached}; next: evaluate on more images"]
     return [
-        f"no better than guessing: {reached} (chance {_percent(found.chance)}%); next: check the data with vitrail "
+        f"no better than guessing: {reached} (chance {_percent(baseline.chance)}%); next: check the data with vitrail "
         f"check, train longer (--set epochs=…), or {START_PRETRAINED}"
     ]
 

@@ -98,7 +98,7 @@ def check_labels(probabilities: Floats, labels: Integers) -> None:
     if probabilities.ndim != 2 or labels.shape != probabilities.shape[:1]:
         raise InputError(f"probabilities {probabilities.shape} with labels {labels.shape}; pass (N, K) and (N,)")
     if not len(labels):
-        raise InputError("there are no images to evaluate")
+        raise InputError("no images to evaluate")
     if labels.min() < 0 or labels.max() >= probabilities.shape[1]:
         raise InputError(
             f"labels range from {labels.min()} to {labels.max()}; with {probabilities.shape[1]} classes they must be "

@@ -93,12 +93,12 @@ def bootstrap_scores(
     generator, at_once = np.random.default_rng(seed), max(1, _AT_ONCE // len(true))
     drawn = []
     for weights in (matrix[true, predicted].astype(np.float64), matrix[true, predicted] + added):
-        found = []
+        resampled = []
         for done in range(0, resamples, at_once):
             cells = generator.multinomial(images, weights / weights.sum(), min(at_once, resamples - done))
             counts = _counts_of_each(cells, true, predicted, len(matrix))
-            found.append((_balanced_accuracy_of_each(counts), _macro_f1_of_each(counts)))
-        drawn.append(np.concatenate(found, axis=1))
+            resampled.append((_balanced_accuracy_of_each(counts), _macro_f1_of_each(counts)))
+        drawn.append(np.concatenate(resampled, axis=1))
     wilson = wilson_interval(right, images, level)
     ends = []
     for plain, smoothed, estimate in zip(*drawn, (balanced_accuracy(matrix), macro_f1(matrix)), strict=True):
@@ -179,9 +179,9 @@ def _balanced_accuracy_of_each(counts: _Counts) -> NDArray[np.float64]:
     return np.asarray(recalls.sum(axis=1) / (count > 0).sum(axis=1))
 
 
-def _percentiles(found: NDArray[np.float64], estimate: float, level: float) -> Interval:
+def _percentiles(resampled: NDArray[np.float64], estimate: float, level: float) -> Interval:
     """Return the percentile interval of the resamples, widened to include the estimate."""
-    low, high = np.quantile(found, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(resampled, [(1 - level) / 2, (1 + level) / 2])
     return Interval(min(float(low), estimate), max(float(high), estimate))
 
 
@@ -192,6 +192,6 @@ def _z(level: float) -> float:
 
 def _check(images: int, level: float) -> None:
     if images < 1:
-        raise InputError("there are no images to evaluate")
+        raise InputError("no images to evaluate")
     if not 0 < level < 1:
         raise InputError(f"the level of an interval is {level}; it must be between 0 and 1, such as 0.95")

@@ -34,7 +34,7 @@ def paired(first: NDArray[np.bool_], second: NDArray[np.bool_]) -> Paired:
             f"predictions of shape {first.shape} and {second.shape}; pass one per image, for the same images"
         )
     if not len(first):
-        raise InputError("there are no images to compare two classifiers on")
+        raise InputError("no images to compare two classifiers on")
     only_first, only_second = int((first & ~second).sum()), int((~first & second).sum())
     return Paired(
         images=len(first),

@@ -1,6 +1,6 @@
 """Multi-head self-attention.
 
-There is no attention mask: every token attends to every other token of its image, and all images in a batch have the
+Attention is not masked: every token attends to every other token of its image, and all images in a batch have the
 same number of tokens. Axes: B batch, T tokens, D width, H heads, d width of a head.
 """
 

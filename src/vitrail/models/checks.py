@@ -29,9 +29,9 @@ def check_images(x: Tensor, config: ViTConfig, weight: Tensor) -> None:
             remedy = f"convert the image, or build the model with channels={x.shape[1]}"
         raise InputError(f"this model takes images of {config.channels} channels, found {x.shape[1]}; {remedy}")
     if tuple(x.shape[2:]) != config.image_size:
-        found, expected = (f"{h}×{w}" for h, w in (x.shape[2:], config.image_size))
+        actual, expected = (f"{h}×{w}" for h, w in (x.shape[2:], config.image_size))
         raise InputError(
-            f"this model takes images of {expected} pixels, found {found}; resize the images, "
+            f"this model takes images of {expected} pixels, found {actual}; resize the images, "
             f"or call model.resize(({x.shape[2]}, {x.shape[3]}))"
         )
     if not x.is_floating_point():

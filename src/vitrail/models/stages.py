@@ -48,8 +48,12 @@ def stages(model: ViT, image: Tensor) -> list[Stage]:
         "map": "attention of a learned query over the tokens",
         "none": "every token",
     }[config.pool]
-    outputs = f"a score for each of {config.classes} classes" if config.classes else "the features, as there is no head"
-    found = [
+    outputs = (
+        f"a score for each of {config.classes} classes"
+        if config.classes
+        else "the features, because the model has no head"
+    )
+    named = [
         (
             "image",
             image,
@@ -70,33 +74,33 @@ def stages(model: ViT, image: Tensor) -> list[Stage]:
         ("pooled", model.features(image).pooled, pooled),
         ("logits", traced.logits, outputs),
     ]
-    return [Stage(name, tuple(tensor.shape), meaning) for name, tensor, meaning in found]
+    return [Stage(name, tuple(tensor.shape), meaning) for name, tensor, meaning in named]
 
 
 def _through_the_stem(model: ViT, image: Tensor) -> list[Named]:
     """Return the tensors that this stem computes; a convolution, for example, never makes flattened patches."""
     stem, config = model.patch_embed, model.config
-    found: list[Named] = []
+    named: list[Named] = []
     if isinstance(stem, LinearProjection | NormedLinearProjection):
         (rows, columns), (h, w) = config.grid, config.patch_size
         meaning = f"{rows}×{columns} patches, each {h}×{w} pixels × {_channels(config.channels)}"
         order: Order = "hwc" if isinstance(stem, NormedLinearProjection) else "chw"
-        found.append(("patches", patchify(image, config.patch_size, order), meaning))
+        named.append(("patches", patchify(image, config.patch_size, order), meaning))
         meaning = f"each patch as {config.width} learned features"
     else:
         meaning = "the feature map, flattened in row-major order"
     with ExitStack() as hooks:
         for name, inner, module, side in _hooked(stem, config):
-            hooks.callback(_hook(module, side, name, inner, found).remove)
+            hooks.callback(_hook(module, side, name, inner, named).remove)
         embeddings = stem(image)
-    return [*found, ("patch embeddings", embeddings, meaning)]
+    return [*named, ("patch embeddings", embeddings, meaning)]
 
 
-def _hook(module: nn.Module, side: Side, name: str, meaning: str, found: list[Named]) -> RemovableHandle:
+def _hook(module: nn.Module, side: Side, name: str, meaning: str, named: list[Named]) -> RemovableHandle:
     """Record the input or the output of a module when it runs."""
     if side == "in":
-        return module.register_forward_pre_hook(lambda _, inputs: found.append((name, inputs[0], meaning)))
-    return module.register_forward_hook(lambda _, __, output: found.append((name, output, meaning)))
+        return module.register_forward_pre_hook(lambda _, inputs: named.append((name, inputs[0], meaning)))
+    return module.register_forward_hook(lambda _, __, output: named.append((name, output, meaning)))
 
 
 def _hooked(stem: nn.Module, config: ViTConfig) -> list[tuple[str, str, nn.Module, Side]]:

@@ -133,9 +133,9 @@ def confusion(run: Record) -> Section:
 
 
 def _pairs(result: RunResult, matrix: NDArray[np.int64]) -> str:
-    found = most_confused(matrix, PAIRS)
-    if not found:
-        return paragraph("There are no confusions: every prediction is correct.")
+    pairs = most_confused(matrix, PAIRS)
+    if not pairs:
+        return paragraph("No class is confused with another: every prediction is correct.")
     rows = [
         [
             Cell(name(result.classes[one.true])),
@@ -143,7 +143,7 @@ def _pairs(result: RunResult, matrix: NDArray[np.int64]) -> str:
             Cell(f"{one.images:,}", one.images),
             _percent_cell(one.images / int(matrix[one.true].sum())),
         ]
-        for one in found
+        for one in pairs
     ]
     columns = [
         Column("True class"),

@@ -69,7 +69,7 @@ def _head(one: Record, other: Record, both: PairedPredictions | None, *, alike: 
 def _different(a: RunResult, b: RunResult) -> str:
     """Explain that two results cannot be compared, and how to make them comparable."""
     on_a, on_b = (
-        f"{plural(found.images, 'image')} of {plural(len(found.classes), 'class', 'classes')}" for found in (a, b)
+        f"{plural(result.images, 'image')} of {plural(len(result.classes), 'class', 'classes')}" for result in (a, b)
     )
     return (
         f"A was evaluated on {on_a} and B on {on_b}, and these are not the same images, so the numbers do not show "
@@ -186,10 +186,10 @@ def _initialisation(run: Record) -> str:
     return f"{run.provenance.get('source', 'a model')} ({pretrained[:8]})" if pretrained else "from scratch"
 
 
-def _setting(found: dict[str, object], name: str) -> Cell:
-    if name not in found:
+def _setting(settings: dict[str, object], name: str) -> Cell:
+    if name not in settings:
         return Cell('<span class="quiet">not set</span>')
-    return Cell(f"<code>{escape(str(found[name]))}</code>")
+    return Cell(f"<code>{escape(str(settings[name]))}</code>")
 
 
 def _classes(one: Record, other: Record, *, alike: bool) -> Section:
@@ -201,10 +201,10 @@ def _classes(one: Record, other: Record, *, alike: bool) -> Section:
         return Section("classes", "Classes", title, absent("A run without a result has no classes to compare."))
     before = {row.name: row for row in a.per_class}
     shared = [(before[row.name], row) for row in b.per_class if row.name in before]
-    found = [(x, y, y.recall - x.recall) for x, y in shared if x.recall is not None and y.recall is not None]
-    if not found:
+    changes = [(x, y, y.recall - x.recall) for x, y in shared if x.recall is not None and y.recall is not None]
+    if not changes:
         return Section("classes", "Classes", title, absent("The two runs have no class in common."))
-    found.sort(key=lambda row: -abs(row[2]))
+    changes.sort(key=lambda row: -abs(row[2]))
     rows = [
         [
             Cell(name(x.name)),
@@ -213,7 +213,7 @@ def _classes(one: Record, other: Record, *, alike: bool) -> Section:
             Cell(_coloured(change), change),
             Cell(f"{y.images:,}", y.images),
         ]
-        for x, y, change in found
+        for x, y, change in changes
     ]
     columns = [
         Column("Class"),

@@ -12,7 +12,7 @@ from vitrail.training.objectives import only_in_training
 def curves(run: Record) -> Section:
     """Return loss, accuracy, learning rate and gradient norm over the steps."""
     if not run.rows:
-        return _section(absent("metrics.jsonl has no steps, so there are no curves."))
+        return _section(absent("metrics.jsonl has no steps, so the curves are missing."))
     loss, *others = curve_charts(run.rows)
     return _section(chart(loss, loss_note(run)), *(chart(one) for one in others))
 
@@ -49,7 +49,7 @@ def curves_of_two(one: Record, other: Record, names: tuple[str, str]) -> Section
     """Return the curves of two runs, overlaid."""
     both = [(name, run.rows, place) for place, (name, run) in enumerate(zip(names, (one, other), strict=True), 1)]
     if not any(rows for _, rows, _ in both):
-        return _section(absent("Neither run has taken a step, so there are no curves."))
+        return _section(absent("Neither run has taken a step, so the curves are missing."))
 
     def validation(number: str) -> list[Series]:
         return [sparse(name, curve(rows, number), colour) for name, rows, colour in both]

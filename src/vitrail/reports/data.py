@@ -26,20 +26,20 @@ def data(run: Record) -> Section:
         f"<li>{escape(one.text)}{f'; {escape(one.advice)}' if one.advice else ''}.{_details(one.details)}</li>"
         for one in check.findings
     )
-    found = (
+    text = (
         f"<h3>Findings of the data check</h3><ul>{findings}</ul>"
         if findings
         else paragraph("The data check found no problems.")
     )
     if check.looked_at < check.images:
-        found += paragraph(
+        text += paragraph(
             f"The check covered {plural(check.looked_at, 'image')} of {check.images:,}; vitrail check covers all.",
             "quiet small",
         )
     if check.not_looked_for:
-        found += paragraph(f"Not checked: {'; '.join(check.not_looked_for)}.", "quiet small")
+        text += paragraph(f"Not checked: {'; '.join(check.not_looked_for)}.", "quiet small")
     drawn = f'<div class="pair">{_counts(check)}<div>{_sizes(check)}{_kinds(check)}</div></div>'
-    return Section("data", "Data", "Dataset", where + found + _samples(run) + drawn)
+    return Section("data", "Data", "Dataset", where + text + _samples(run) + drawn)
 
 
 def _samples(run: Record) -> str:

@@ -14,8 +14,8 @@ SHOWN = 6
 
 def disagreements(run: Record, both: PairedPredictions) -> str:
     """Return the images on which only one run is correct, by descending confidence of the wrong one."""
-    found = both.paired
-    if not found.only_first + found.only_second:
+    paired = both.paired
+    if not paired.only_first + paired.only_second:
         return ""
     artifacts = open_artifacts(run)
     groups = []
@@ -23,7 +23,7 @@ def disagreements(run: Record, both: PairedPredictions) -> str:
         ("Only A is correct", both.one, both.other),
         ("Only B is correct", both.other, both.one),
     ):
-        rows = [row for row in range(found.images) if right.correct[row] and not wrong.correct[row]]
+        rows = [row for row in range(paired.images) if right.correct[row] and not wrong.correct[row]]
         if rows:
             rows.sort(key=lambda row: -float(wrong.confidence[row]))
             cards = "".join(_card(artifacts, both.one, wrong, row) for row in rows[:SHOWN])

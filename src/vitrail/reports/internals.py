@@ -52,13 +52,13 @@ def _affordable(bundle: Bundle) -> int:
 
 
 def _readable(items: list[Item], bundle: Bundle) -> list[tuple[Item, np.ndarray]]:
-    found = []
+    readable = []
     for item in items:
         try:
-            found.append((item, fitted(item, bundle.preprocess)))
+            readable.append((item, fitted(item, bundle.preprocess)))
         except VitrailError:
             continue
-    return found
+    return readable
 
 
 def _drawn(draw: Callable[[], Figure | Absent]) -> str:

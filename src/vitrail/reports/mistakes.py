@@ -37,7 +37,7 @@ def mistakes(artifacts: RunArtifacts) -> Section:
     if result is None:
         return Section("mistakes", "Mistakes", "Mistakes", absent(artifacts.run.why_no_result))
     if not result.worst:
-        return Section("mistakes", "Mistakes", "Mistakes", paragraph("There are no mistakes."))
+        return Section("mistakes", "Mistakes", "Mistakes", paragraph("Every prediction is correct."))
     shown = result.worst[:SHOWN]
     confident = [one for one in shown if one.confidence >= HIGH]
     others = [one for one in shown if one.confidence < HIGH]
@@ -68,10 +68,10 @@ def _notes(artifacts: RunArtifacts, missing: set[str]) -> str:
     return absent(f"Some images or maps are missing: {'; '.join(sorted(missing)[:3])}.") if missing else ""
 
 
-def _cards(artifacts: RunArtifacts, found: list[Mistake], missing: set[str]) -> str:
+def _cards(artifacts: RunArtifacts, mistakes: list[Mistake], missing: set[str]) -> str:
     """Return mistakes as cards; reasons for missing images are added to `missing`."""
     cards = []
-    for mistake in found:
+    for mistake in mistakes:
         try:
             views = load_views(artifacts, mistake.index, mistake.name, mistake.true, mistake.predicted)
         except (VitrailError, OSError) as error:
@@ -104,10 +104,12 @@ def pair(views: ImageViews | None, image_name: str, predicted: str) -> str:
     """Return the stored image, with the model's input and the relevance map below it."""
     if views is None:
         return ""
-    whole = "" if views.original is None else f'<div class="whole">{embedded_image(views.original, image_name)}</div>'
+    original = (
+        "" if views.original is None else f'<div class="original">{embedded_image(views.original, image_name)}</div>'
+    )
     first = embedded_image(views.image, f"{image_name}, model input")
     second = "" if views.relevance is None else embedded_image(views.relevance, f"relevance for {predicted}")
-    return f'{whole}<div class="two">{first}{second}</div>'
+    return f'{original}<div class="two">{first}{second}</div>'
 
 
 def _card(mistake: Mistake, views: ImageViews | None) -> str:

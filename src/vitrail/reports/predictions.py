@@ -50,8 +50,8 @@ def paired_predictions(one: Record, other: Record) -> tuple[PairedPredictions | 
 def unreadable_predictions(run: Record) -> tuple[str, ...]:
     """Return a sentence if a run's prediction file exists but cannot be read."""
     there = (run.folder / TEST_PREDICTIONS).exists() and run.result is not None
-    found, why = _read(run) if there else (None, "")
-    return (why.rstrip("."),) if there and found is None else ()
+    rows, why = _read(run) if there else (None, "")
+    return (why.rstrip("."),) if there and rows is None else ()
 
 
 def evaluated_on_same_images(one: Record, other: Record) -> bool:

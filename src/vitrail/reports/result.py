@@ -100,7 +100,7 @@ def _lead(result: RunResult) -> str:
     ]
     weakest = result.weakest_first
     if result.top1 == 1:
-        sentences.append("There are no mistakes.")
+        sentences.append("Every prediction is correct.")
     elif weakest:
         weakest_name = f"<strong>{name(weakest[0].name)}</strong>"
         sentences.append(f"The weakest class is {weakest_name}, with a recall of {as_percent(weakest[0].recall)}.")
@@ -109,11 +109,11 @@ def _lead(result: RunResult) -> str:
 
 
 def _worst_confusion(result: RunResult) -> str:
-    found = most_confused(np.array(result.confusion, np.int64), 1)
-    if not found or found[0].images < 2:
+    pairs = most_confused(np.array(result.confusion, np.int64), 1)
+    if not pairs or pairs[0].images < 2:
         return ""
-    true, predicted = (name(result.classes[place]) for place in (found[0].true, found[0].predicted))
-    return f"The most frequent confusion is {true} predicted as {predicted} ({plural(found[0].images, 'time')})."
+    true, predicted = (name(result.classes[place]) for place in (pairs[0].true, pairs[0].predicted))
+    return f"The most frequent confusion is {true} predicted as {predicted} ({plural(pairs[0].images, 'time')})."
 
 
 def _warnings(run: Record, result: RunResult) -> str:
@@ -125,8 +125,8 @@ def _warnings(run: Record, result: RunResult) -> str:
         )
     elif run.selected_on_test_images:
         sentences.append(
-            "There is no test split: the best checkpoint was selected on these same images, so expect slightly lower "
-            "accuracy on new ones."
+            "The run has no test split: the best checkpoint was selected on these same images, so expect slightly "
+            "lower accuracy on new ones."
         )
     low, high = result.top1_interval
     if not result.on_training and high - low > 2 * NARROW:

@@ -80,13 +80,13 @@ class RunArtifacts:
 
         if self.source is None or not len(self.source):
             return []
-        found = []
+        items = []
         for index in evenly(len(self.source), count):
             try:
-                found.append(Item(os.fsencode(self.source.name(index)), content=self.source.read(index)))
+                items.append(Item(os.fsencode(self.source.name(index)), content=self.source.read(index)))
             except (VitrailError, OSError):
                 continue
-        return found
+        return items
 
 
 def open_artifacts(run: Record) -> RunArtifacts:

@@ -161,7 +161,7 @@ class Record:
 
     @property
     def selected_on_test_images(self) -> bool:
-        """Whether the evaluated images also selected the best checkpoint, because there is no test split."""
+        """Whether the evaluated images also selected the best checkpoint, because the run has no test split."""
         counts = (self.split or {}).get("counts", {})
         return bool(counts) and not counts.get("test")
 
@@ -261,13 +261,13 @@ def _json(path: Path, what: str, faults: list[str]) -> dict[str, Any] | None:
 
 def _provenance(config: dict[str, Any]) -> dict[str, Any]:
     ours = config.get("vitrail", {})
-    found = ours.get("provenance", {}) if isinstance(ours, dict) else {}
-    return found if isinstance(found, dict) else {}
+    provenance = ours.get("provenance", {}) if isinstance(ours, dict) else {}
+    return provenance if isinstance(provenance, dict) else {}
 
 
 def settings(table: dict[str, Any], path: str = "") -> dict[str, Any]:
     """Flatten a recipe to dotted names."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in table.items():
-        found |= settings(value, f"{path}{name}.") if isinstance(value, dict) else {f"{path}{name}": value}
-    return found
+        flat |= settings(value, f"{path}{name}.") if isinstance(value, dict) else {f"{path}{name}": value}
+    return flat

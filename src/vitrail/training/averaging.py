@@ -50,7 +50,7 @@ class Average:
 
     def __init__(self, model: nn.Module, averaging: Averaging) -> None:
         if not averaging.on:
-            raise ConfigError("averaging.kind is 'none', so there is no average to keep")
+            raise ConfigError("averaging.kind is 'none', so no average is kept")
         self.averaging = averaging
         self._tensors = {name: _precise(tensor).clone() for name, tensor in model.state_dict().items()}
         self._model: nn.Module | None = None

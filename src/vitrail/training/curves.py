@@ -39,8 +39,8 @@ class Curve(NamedTuple):
 
 def curve(rows: Rows, name: str) -> Curve:
     """Return a metric over the steps, skipping missing and non-finite values."""
-    found = [(row["step"], row[name]) for row in rows if math.isfinite(row.get(name, math.nan))]
-    points = np.array(found, np.float64).reshape(-1, 2)
+    finite = [(row["step"], row[name]) for row in rows if math.isfinite(row.get(name, math.nan))]
+    points = np.array(finite, np.float64).reshape(-1, 2)
     return Curve(points[:, 0], points[:, 1])
 
 

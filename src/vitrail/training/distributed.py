@@ -56,17 +56,17 @@ class Ranks(NamedTuple):
         """Return the element-wise maximum over all ranks."""
         if self.alone:
             return list(numbers)
-        found = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return [int(number) for number in found.tolist()]
+        tensor = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return [int(number) for number in tensor.tolist()]
 
     def all_gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order."""
         if self.alone:
             return [value]
-        found: list[Any] = [None] * self.processes.size
-        dist.all_gather_object(found, value)
-        return found
+        gathered: list[Any] = [None] * self.processes.size
+        dist.all_gather_object(gathered, value)
+        return gathered
 
     def from_main(self, value: T) -> T:
         """Broadcast the value of the main process."""
@@ -81,15 +81,15 @@ class Ranks(NamedTuple):
         if self.alone:
             return dict(tensors or {})
         shapes = self.from_main([(name, t.shape, t.dtype) for name, t in (tensors or {}).items()])
-        found: dict[str, Tensor] = {}
+        received: dict[str, Tensor] = {}
         for name, shape, dtype in shapes:
             if tensors is not None:
                 sent = tensors[name].to(self.device)
             else:
                 sent = torch.empty(shape, dtype=dtype, device=self.device)
             dist.broadcast(sent, 0)
-            found[name] = sent.cpu()
-        return found
+            received[name] = sent.cpu()
+        return received
 
     @torch.no_grad()
     def average_buffers(self, model: nn.Module) -> None:
@@ -106,9 +106,9 @@ class Ranks(NamedTuple):
         error: VitrailError | None = None
         try:
             yield
-        except VitrailError as found:
-            error = found
-        errors = [found for found in self.all_gather(error) if found is not None]
+        except VitrailError as raised:
+            error = raised
+        errors = [raised for raised in self.all_gather(error) if raised is not None]
         if errors:
             errors[0].everywhere = True
             raise errors[0] from None

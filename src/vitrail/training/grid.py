@@ -123,8 +123,8 @@ def format_value(value: Any) -> str:
     """Format a value as on the command line, where 1000 and 1000.0 are the same."""
     if value is None or isinstance(value, str):
         return "none" if value is None else value
-    whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
-    return json.dumps(int(value) if whole else value, ensure_ascii=False)
+    integral = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
+    return json.dumps(int(value) if integral else value, ensure_ascii=False)
 
 
 def plan_trials(

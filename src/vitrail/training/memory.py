@@ -186,7 +186,7 @@ def _training_bytes(job: Job, model: nn.Module, device: torch.device) -> int:
     """Return the memory of a step, including gradients but not the weights."""
 
     def step() -> None:
-        # The second micro-batch runs beside the gradients of the first; further ones add nothing.
+        # The second micro-batch runs while the gradients of the first are held; further ones add nothing.
         for _ in range(min(2, job.plan.recipe.gradient_accumulation)):
             _loss(job, _images(job, device, job.images), model).backward()
 

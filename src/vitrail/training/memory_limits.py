@@ -36,8 +36,8 @@ def machine_memory(root: Path = ROOT) -> int:
 
     `root` holds /proc and /sys.
     """
-    found = [*_whole_machine(root), *_control_groups(root), *_process_limits(root)]
-    return max(0, min(found, default=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
+    limits = [*_whole_machine(root), *_control_groups(root), *_process_limits(root)]
+    return max(0, min(limits, default=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
 
 
 def _whole_machine(root: Path) -> Iterator[int]:

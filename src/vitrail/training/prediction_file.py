@@ -10,7 +10,7 @@ from vitrail.data.sources.source import Source
 from vitrail.errors import DataError
 from vitrail.evaluation import Predictions
 from vitrail.metrics.classification import log_losses
-from vitrail.training.run_folder import whole
+from vitrail.training.run_folder import atomic_file
 
 TOP = 5
 """Classes kept per image. All of them would take 200 MB for 50,000 images of 1,000 classes."""
@@ -59,5 +59,5 @@ def write_test_predictions(predictions: Predictions, source: Source, path: Path)
         },
         metadata={"classes": json.dumps(source.classes, ensure_ascii=False)},
     )
-    with whole(path) as temporary:
+    with atomic_file(path) as temporary:
         pq.write_table(table, temporary, compression="zstd")

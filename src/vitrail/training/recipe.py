@@ -256,10 +256,10 @@ def _table(name: str | Path) -> dict[str, Any]:
     except FileNotFoundError:
         if str(name).endswith(".toml"):
             raise ConfigError(
-                f"there is no file {name}; pass an existing recipe file or the name of a bundled recipe"
+                f"{name} does not exist; pass an existing recipe file or the name of a bundled recipe"
             ) from None
         raise ConfigError(
-            f"there is no recipe {str(name)!r}; choose from {', '.join(preset_names())}, or pass a .toml file"
+            f"unknown recipe {str(name)!r}; choose from {', '.join(preset_names())}, or pass a .toml file"
             f"{suggest(str(name), preset_names())}"
         ) from None
     except OSError as error:

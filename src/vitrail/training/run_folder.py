@@ -172,14 +172,14 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 def _settings(table: dict[str, Any], path: str = "") -> dict[str, Any]:
     """Flatten a TOML table to dotted names."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in table.items():
-        found |= _settings(value, f"{path}{name}.") if isinstance(value, dict) else {f"{path}{name}": value}
-    return found
+        flat |= _settings(value, f"{path}{name}.") if isinstance(value, dict) else {f"{path}{name}": value}
+    return flat
 
 
 @contextlib.contextmanager
-def whole(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path; the file is renamed to `path` when it is complete."""
     try:
         with atomic_write(path) as temporary:
@@ -190,7 +190,7 @@ def whole(path: Path) -> Iterator[Path]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a small text file atomically."""
-    with whole(path) as temporary:
+    with atomic_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
@@ -238,10 +238,10 @@ def best_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     return validations.get(validations[max(validations)]["best"]) if validations else None
 
 
-def _is_row(found: object) -> bool:
+def _is_row(row: object) -> bool:
     """Whether a parsed line is a row of the metrics file: a step, and numbers that can be plotted."""
-    if not isinstance(found, dict) or type(found.get("step")) is not int:
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
         return False
     # Not float(value), which overflows for huge integers.
-    numbers = [value for name, value in found.items() if name in NUMBERS or isinstance(value, int)]
+    numbers = [value for name, value in row.items() if name in NUMBERS or isinstance(value, int)]
     return all(isinstance(number, float) or (isinstance(number, int) and abs(number) < 2**63) for number in numbers)

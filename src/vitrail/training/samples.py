@@ -65,10 +65,10 @@ def read_samples(folder: Path) -> list[Sample]:
     place = folder / SAMPLES
     try:
         rows = read_json(place / INDEX)
-        found = [Sample(str(row["label"]), place / Path(str(row["file"])).name) for row in rows]
+        samples = [Sample(str(row["label"]), place / Path(str(row["file"])).name) for row in rows]
     except (OSError, ValueError, TypeError, KeyError):
         return []
-    return [sample for sample in found[:MOST] if sample.file.is_file() and not sample.file.is_symlink()]
+    return [sample for sample in samples[:MOST] if sample.file.is_file() and not sample.file.is_symlink()]
 
 
 def samples_of_bundle(bundle: str | Path) -> list[Sample]:
@@ -81,23 +81,23 @@ def _chosen(source: Source) -> list[tuple[int, str, bytes]]:
     labels = np.asarray(source.labels)
     classes = _evenly(len(source.classes), MOST)
     each = max(1, min(PER_CLASS, MOST // max(1, len(classes))))
-    found: list[list[tuple[int, str, bytes]]] = [[] for _ in range(each)]
+    chosen: list[list[tuple[int, str, bytes]]] = [[] for _ in range(each)]
     for number in classes:
         content = _readable(source, np.flatnonzero(labels == number).tolist(), each)
         for turn, one in enumerate(content):
-            found[turn].append((number, source.classes[number], one))
-    return [row for turn in found for row in turn]
+            chosen[turn].append((number, source.classes[number], one))
+    return [row for turn in chosen for row in turn]
 
 
 def _readable(source: Source, places: Sequence[int], count: int) -> list[bytes]:
     """Return `count` images as JPEG, spread evenly over the class; an unreadable one is replaced by the next."""
-    found: list[bytes] = []
+    readable: list[bytes] = []
     for start in _evenly(len(places), count):
         tried = (_small(source, place) for place in places[start : start + TRIES])
         content = next((one for one in tried if one is not None), None)
         if content is not None:
-            found.append(content)
-    return found
+            readable.append(content)
+    return readable
 
 
 def _small(source: Source, index: int) -> bytes | None:

@@ -59,12 +59,12 @@ def _stamp(source: Source, index: int) -> tuple[int, int]:
         return GONE
 
 
-def _named(sources: list[Source], found: NDArray[Any]) -> str:
+def _named(sources: list[Source], changed: NDArray[Any]) -> str:
     """Name the first image and count the others."""
-    first, more = int(found[0]), len(found) - 1
+    first, more = int(changed[0]), len(changed) - 1
     for source in sources:
         if first < len(source):
             name = source.name(first)
             return f"{name} has" if not more else f"{name} and {more:,} more {'image' if more == 1 else 'images'} have"
         first -= len(source)
-    raise IndexError(found[0])
+    raise IndexError(changed[0])

@@ -120,7 +120,7 @@ def load_state(folder: Path, state: State, setting: Setting, ranks: Ranks) -> li
 
 def _newest(folder: Path, setting: Setting, notes: list[str]) -> tuple[dict[str, Tensor] | None, dict[str, Any] | None]:
     """Read the newest intact state, and add messages about it to `notes`."""
-    found: tuple[dict[str, Tensor] | None, dict[str, Any] | None] = (None, None)
+    newest: tuple[dict[str, Tensor] | None, dict[str, Any] | None] = (None, None)
     for place in reversed(_states(folder)):
         try:
             tensors, content = _read(place)
@@ -136,11 +136,11 @@ def _newest(folder: Path, setting: Setting, notes: list[str]) -> tuple[dict[str,
                     f"{name} was {content[name]} before and is {now} now, so the weights may differ in their last bits "
                     f"from those of an uninterrupted run"
                 )
-        found = tensors, content
+        newest = tensors, content
         break
     for stray in folder.glob(".*"):
         shutil.rmtree(stray, ignore_errors=True)
-    return found
+    return newest
 
 
 def _read(place: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -203,13 +203,13 @@ def _restore(folder: Path, state: State, tensors: dict[str, Tensor], content: di
     if state.average is not None:
         state.average.load(groups["average"])
     for name, parameter in _named(state).items():
-        found = {
+        states = {
             place.removeprefix(f"{name}/"): tensor
             for place, tensor in groups["optimizer"].items()
             if place.startswith(f"{name}/")
         }
-        if found:
-            state.optimizer.state[parameter] = {key: tensor.to(parameter.device) for key, tensor in found.items()}
+        if states:
+            state.optimizer.state[parameter] = {key: tensor.to(parameter.device) for key, tensor in states.items()}
     state.scaler.load_state_dict(content.get("scaler", {}))
     missing = [name for name in asdict(state.progress) if name not in content]
     if missing:

@@ -175,12 +175,12 @@ def _record_event(device: torch.device) -> torch.cuda.Event:
 @torch.no_grad()
 def first_not_finite(model: nn.Module, stepper: Stepper, batch: Batch) -> str:
     """Return the name of the first module whose output is not finite for this batch, computed as in a step."""
-    found: list[str] = []
+    names: list[str] = []
 
     def watch(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
         def look(_: nn.Module, __: object, output: object) -> None:
-            if isinstance(output, Tensor) and not output.isfinite().all() and not found:
-                found.append(name)
+            if isinstance(output, Tensor) and not output.isfinite().all() and not names:
+                names.append(name)
 
         return module.register_forward_hook(look)
 
@@ -193,4 +193,4 @@ def first_not_finite(model: nn.Module, stepper: Stepper, batch: Batch) -> str:
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else "none; all outputs were finite, so this step's gradient was not"
+    return names[0] if names else "none; all outputs were finite, so this step's gradient was not"

@@ -24,7 +24,7 @@ FOLDED = [kind for kind in KINDS if can_fold(bundle(kind).model.config)]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
-def given(kind: str, dtype: torch.dtype, **changes: object) -> tuple[ViT, Tensor]:
+def model_and_images(kind: str, dtype: torch.dtype, **changes: object) -> tuple[ViT, Tensor]:
     made = bundle(kind, **changes)
     images = made.preprocess.normalise(pixels(3, made.preprocess.channels))
     return made.model.to(dtype), images.to(dtype)
@@ -32,8 +32,8 @@ def given(kind: str, dtype: torch.dtype, **changes: object) -> tuple[ViT, Tensor
 
 @torch.inference_mode()
 def outputs(model: torch.nn.Module, images: Tensor) -> Tensor:
-    found: Tensor = model(images)
-    return found
+    result: Tensor = model(images)
+    return result
 
 
 # ── exact arithmetic ──
@@ -43,7 +43,7 @@ def outputs(model: torch.nn.Module, images: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("changes", [{}, {"layer_scale": 0.5, "depth": 4}], ids=["", "scaled"])
 def test_the_outputs_are_the_models(kind: str, dtype: torch.dtype, changes: dict[str, object]) -> None:
-    model, images = given(kind, dtype, **changes)
+    model, images = model_and_images(kind, dtype, **changes)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     fast = FastModel(model, EncoderPrecision(dtype, exact=True))
     kept = images.clone()
@@ -55,7 +55,7 @@ def test_the_outputs_are_the_models(kind: str, dtype: torch.dtype, changes: dict
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "quick_gelu", "relu"])
 def test_every_activation(activation: str) -> None:
-    model, images = given("plain", torch.float64, activation=activation)
+    model, images = model_and_images("plain", torch.float64, activation=activation)
     assert (
         relative_error(
             outputs(FastModel(model, EncoderPrecision(torch.float64, exact=True)), images), outputs(model, images)
@@ -66,7 +66,7 @@ def test_every_activation(activation: str) -> None:
 
 @pytest.mark.parametrize("without", ["qkv_bias", "proj_bias", "mlp_bias", "patch_bias"])
 def test_layers_without_a_bias(without: str) -> None:
-    model, images = given("plain", torch.float64, **{without: False})
+    model, images = model_and_images("plain", torch.float64, **{without: False})
     assert (
         relative_error(
             outputs(FastModel(model, EncoderPrecision(torch.float64, exact=True)), images), outputs(model, images)
@@ -87,7 +87,7 @@ UNUSUAL = [
 
 @pytest.mark.parametrize("changes", UNUSUAL, ids=range(len(UNUSUAL)))
 def test_unusual_tokens_and_patches(changes: dict[str, object]) -> None:
-    model, images = given("plain", torch.float64, **changes)
+    model, images = model_and_images("plain", torch.float64, **changes)
     fast = FastModel(model, EncoderPrecision(torch.float64, exact=True))
     assert relative_error(outputs(fast, images), outputs(model, images)) < 1e-10
 
@@ -108,7 +108,7 @@ def test_an_empty_batch(pool: str, low: bool) -> None:
     ],
 )
 def test_unsupported_models_are_refused(kind: str, changes: dict[str, object]) -> None:
-    model, images = given(kind, torch.float32, **changes)
+    model, images = model_and_images(kind, torch.float32, **changes)
     for make in (lambda: FastModel(model, EncoderPrecision()), lambda: calibrate(model, images)):
         with pytest.raises(ConfigError, match="the fast encoder needs plain pre-norm blocks and positions added at"):
             make()
@@ -116,11 +116,11 @@ def test_unsupported_models_are_refused(kind: str, changes: dict[str, object]) -
 
 def test_gelu_is_the_tanh_approximation_by_default() -> None:
     """It is cuBLASLt's; this bounds its error."""
-    exact, images = given("plain", torch.float64)
-    tanh, _ = given("plain", torch.float64, activation="gelu_tanh")
-    found = outputs(FastModel(exact, EncoderPrecision(torch.float64)), images)
-    assert relative_error(found, outputs(tanh, images)) < 1e-10
-    assert 1e-6 < relative_error(found, outputs(exact, images)) < 2e-3
+    exact, images = model_and_images("plain", torch.float64)
+    tanh, _ = model_and_images("plain", torch.float64, activation="gelu_tanh")
+    result = outputs(FastModel(exact, EncoderPrecision(torch.float64)), images)
+    assert relative_error(result, outputs(tanh, images)) < 1e-10
+    assert 1e-6 < relative_error(result, outputs(exact, images)) < 2e-3
 
 
 def test_which_models_are_folded() -> None:
@@ -140,18 +140,18 @@ def test_which_models_are_folded() -> None:
 
 @pytest.mark.parametrize(("kind", "count"), [("plain", 1), ("linear", 1), ("mean_of_all", 8), ("distilled", 10)])
 def test_the_last_block_computes_what_the_head_reads(kind: str, count: int) -> None:
-    model, images = given(kind, torch.float32)
+    model, images = model_and_images(kind, torch.float32)
     fast = FastModel(model, EncoderPrecision(torch.float32, exact=True))
     with torch.inference_mode():
         assert fast.encode(images).shape[1] == count
     seen: list[int] = []
-    fast.encoder.blocks[-1].register_forward_hook(lambda _, __, found: seen.append(len(found[0])))
+    fast.encoder.blocks[-1].register_forward_hook(lambda _, __, result: seen.append(len(result[0])))
     outputs(fast, images)
     assert seen == [count * len(images)]
 
 
 def test_biases_are_deferred_until_a_norm_reads_the_stream() -> None:
-    model, _ = given("plain", torch.float64)
+    model, _ = model_and_images("plain", torch.float64)
     fast = FastModel(model, EncoderPrecision(torch.float64))
     first, second = (block for block in fast.encoder.blocks)
     biases = [(block.attn.proj.bias, block.mlp.fc2.bias) for block in model.blocks]
@@ -162,17 +162,17 @@ def test_biases_are_deferred_until_a_norm_reads_the_stream() -> None:
 
 
 def test_bf16_is_as_accurate_as_autocast() -> None:
-    model, images = given("plain", torch.float32, depth=6)
+    model, images = model_and_images("plain", torch.float32, depth=6)
     exact = outputs(model, images)
     with torch.autocast("cpu", torch.bfloat16):
         usual = relative_error(outputs(model, images).float(), exact)
-        found = outputs(FastModel(model, EncoderPrecision()), images)  # also under autocast, as in engines
-    assert relative_error(found.float(), exact) < 3 * usual
-    assert torch.equal(found, outputs(FastModel(model, EncoderPrecision()), images))
+        result = outputs(FastModel(model, EncoderPrecision()), images)  # also under autocast, as in engines
+    assert relative_error(result.float(), exact) < 3 * usual
+    assert torch.equal(result, outputs(FastModel(model, EncoderPrecision()), images))
 
 
 def test_autocast_around_it_changes_nothing() -> None:
-    model, images = given("plain", torch.float32)
+    model, images = model_and_images("plain", torch.float32)
     fast = FastModel(model, EncoderPrecision(torch.float32))
     expected = outputs(fast, images)
     with torch.autocast("cpu", torch.bfloat16):
@@ -180,7 +180,7 @@ def test_autocast_around_it_changes_nothing() -> None:
 
 
 def test_wrong_images_raise_the_models_error() -> None:
-    model, images = given("plain", torch.float32)
+    model, images = model_and_images("plain", torch.float32)
     with pytest.raises(InputError, match="this model takes images of 16×32 pixels, found 16×16"):
         outputs(FastModel(model, EncoderPrecision()), images[..., :16])
 
@@ -204,11 +204,11 @@ def test_small_batches_are_padded_and_large_ones_not_captured(count: int, rows: 
 
 
 def low_model(**changes: object) -> tuple[ViT, Tensor]:
-    return given("plain", torch.float32, width=32, heads=2, depth=3, **changes)
+    return model_and_images("plain", torch.float32, width=32, heads=2, depth=3, **changes)
 
 
 def scales_of(model: ViT, images: Tensor | list[Tensor]) -> dict[str, float]:
-    return {name: known.scale for name, known in calibrate(model, images).items()}
+    return {name: statistics.scale for name, statistics in calibrate(model, images).items()}
 
 
 def test_calibration_finds_the_maxima() -> None:
@@ -235,19 +235,19 @@ def test_calibration_finds_the_maxima() -> None:
     assert scales_of(model, list(images.split(1))) == pytest.approx(scales, rel=1e-5)
 
 
-@pytest.mark.parametrize("given_images", [[], torch.zeros(0, 3, 16, 32), [torch.zeros(0, 3, 16, 32)]], ids=range(3))
-def test_calibration_without_images(given_images: object) -> None:
+@pytest.mark.parametrize("images", [[], torch.zeros(0, 3, 16, 32), [torch.zeros(0, 3, 16, 32)]], ids=range(3))
+def test_calibration_without_images(images: object) -> None:
     model, _ = low_model()
     with pytest.raises(InputError, match="no images to calibrate fp8"):
-        calibrate(model, given_images)
+        calibrate(model, images)
 
 
-@pytest.mark.parametrize("found", [0.0, float("nan")])
-def test_calibration_rejects_unusable_maxima(found: float) -> None:
+@pytest.mark.parametrize("maximum", [0.0, float("nan")])
+def test_calibration_rejects_unusable_maxima(maximum: float) -> None:
     model, images = low_model(activation="relu")
     torch.nn.init.zeros_(model.blocks[0].mlp.fc1.weight)
-    torch.nn.init.constant_(model.blocks[0].mlp.fc1.bias, found)
-    with pytest.raises(InputError, match=rf"the input of 0\.fc2 has maximum {found}, which cannot be scaled to fp8"):
+    torch.nn.init.constant_(model.blocks[0].mlp.fc1.bias, maximum)
+    with pytest.raises(InputError, match=rf"the input of 0\.fc2 has maximum {maximum}, which cannot be scaled to fp8"):
         calibrate(model, images)
 
 
@@ -270,8 +270,8 @@ def test_a_matrix_of_zeros_in_fp8(weight_scales: str, correlation: Tensor | None
 def test_fp8_stays_close(weight_scales: str, low: frozenset[str], pool: str, spared: int) -> None:
     """A three-bit mantissa has a relative error of at most 1/16; sums of many values have less."""
     model, images = low_model(pool=pool)
-    known = calibrate(model, images, low=low, spared=spared)
-    numbers = EncoderPrecision(torch.float32, inputs=known, low=low, weight_scales=weight_scales, spared=spared)
+    statistics = calibrate(model, images, low=low, spared=spared)
+    numbers = EncoderPrecision(torch.float32, inputs=statistics, low=low, weight_scales=weight_scales, spared=spared)
     fast = FastModel(model, numbers)
     for index, block in enumerate(fast.encoder.blocks[:2]):
         kinds = {name: type(getattr(block, name)) for name in MATMULS}
@@ -286,7 +286,7 @@ def test_fp8_scales_cancel() -> None:
     inputs = calibrate(model, images)
     model, images = model.double(), images.double()
     base = FastModel(model, EncoderPrecision(torch.float64, inputs=inputs))
-    twice = {name: known._replace(scale=known.scale * 2) for name, known in inputs.items()}
+    twice = {name: statistics._replace(scale=statistics.scale * 2) for name, statistics in inputs.items()}
     other = FastModel(model, EncoderPrecision(torch.float64, inputs=twice))
     # Doubling the scale only changes the exponent, except for a few values that underflow.
     assert relative_error(outputs(other, images), outputs(base, images)) < 0.02
@@ -312,21 +312,21 @@ def test_activations_are_fused_in_fp8_and_elsewhere_on_request(
 ) -> None:
     """Checks the requested fusion; on a CPU it has no effect."""
     model, images = low_model()
-    asked: list[tuple[str, bool]] = []
+    calls: list[tuple[str, bool]] = []
     for product in (Matmul, Fp8Matmul):
         plain = product.activated
 
-        def recorded(self: Any, *given: Any, fused: bool = False, plain: Any = plain) -> Any:
-            asked.append((type(self).__name__, fused))
-            return plain(self, *given, fused=fused)
+        def recorded(self: Any, *arguments: Any, fused: bool = False, plain: Any = plain) -> Any:
+            calls.append((type(self).__name__, fused))
+            return plain(self, *arguments, fused=fused)
 
         monkeypatch.setattr(product, "activated", recorded)
     inputs = calibrate(model, images) if low else None
-    asked.clear()
+    calls.clear()
     outputs(FastModel(model, EncoderPrecision(torch.float32, exact=exact, inputs=inputs, fused=fused)), images)
     high = ("Matmul", in_bf16 and exact)
     # The first block is not in fp8, nor is anything after selecting the token.
-    assert asked == [high, ("Fp8Matmul", in_fp8) if low else high, high]
+    assert calls == [high, ("Fp8Matmul", in_fp8) if low else high, high]
 
 
 def test_the_precision_is_immutable() -> None:

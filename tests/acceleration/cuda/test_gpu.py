@@ -28,7 +28,7 @@ pytestmark = [
 SMALL: dict[str, Any] = {"image_size": 64, "patch_size": 16, "width": 128, "depth": 4, "heads": 2, "classes": 10}
 
 
-def given(batch: int = 8, **changes: Any) -> tuple[ViT, Tensor, Tensor]:
+def model_and_batch(batch: int = 8, **changes: Any) -> tuple[ViT, Tensor, Tensor]:
     """Return a model on the GPU, images, and the model's output in float64 on the CPU."""
     model = ViT(ViTConfig(**{**SMALL, **changes}))
     scramble(model)
@@ -38,8 +38,8 @@ def given(batch: int = 8, **changes: Any) -> tuple[ViT, Tensor, Tensor]:
     return model.float().cuda(), images.cuda(), exact
 
 
-def error(found: Tensor, exact: Tensor) -> float:
-    return float((found.cpu().double() - exact).norm() / exact.norm())
+def error(actual: Tensor, exact: Tensor) -> float:
+    return float((actual.cpu().double() - exact).norm() / exact.norm())
 
 
 def plain_error(model: ViT, images: Tensor, exact: Tensor) -> float:
@@ -51,28 +51,28 @@ def plain_error(model: ViT, images: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "quick_gelu", "relu"])
 @pytest.mark.parametrize("exact_gelu", [False, True])
 def test_bf16(changes: dict[str, Any], activation: str, exact_gelu: bool) -> None:
-    model, images, exact = given(**changes, activation=activation)
+    model, images, exact = model_and_batch(**changes, activation=activation)
     fast = vitrail.accelerate(model, exact=exact_gelu)
-    found = fast(images)
+    result = fast(images)
     assert isinstance(fast.model, FastModel)
-    assert found.isfinite().all()
-    assert error(found, exact) < 2 * plain_error(model, images, exact)
-    assert torch.equal(fast(images), found)
+    assert result.isfinite().all()
+    assert error(result, exact) < 2 * plain_error(model, images, exact)
+    assert torch.equal(fast(images), result)
 
 
 def test_exact_gelu_fused_into_a_matmul() -> None:
-    model, images, exact = given()
+    model, images, exact = model_and_batch()
     with torch.inference_mode():
-        found = FastModel(model, EncoderPrecision(exact=True, fused=True))(images)
-    assert error(found, exact) < 2 * plain_error(model, images, exact)
+        result = FastModel(model, EncoderPrecision(exact=True, fused=True))(images)
+    assert error(result, exact) < 2 * plain_error(model, images, exact)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_graphs_are_bit_identical(batch: int) -> None:
-    model, images, _ = given(batch)
+    model, images, _ = model_and_batch(batch)
     plain, captured = vitrail.accelerate(model), vitrail.accelerate(model, graphs=True)
-    for given_images in (images, images.flip(0), torch.randn_like(images)):
-        assert torch.equal(captured(given_images), plain(given_images))
+    for inputs in (images, images.flip(0), torch.randn_like(images)):
+        assert torch.equal(captured(inputs), plain(inputs))
 
 
 @pytest.mark.skipif(
@@ -84,33 +84,33 @@ def test_graphs_are_bit_identical(batch: int) -> None:
 @pytest.mark.parametrize("fused", [None, False, True])
 def test_fp8(weight_scales: str, low: tuple[str, ...], pool: str, fused: bool | None) -> None:
     """The GPU gives the same as plain torch on the CPU, up to the order of sums and bf16 rounding."""
-    model, images, exact = given(pool=pool)
+    model, images, exact = model_and_batch(pool=pool)
     inputs = calibrate(model, images, low=frozenset(low))
     numbers = EncoderPrecision(inputs=inputs, low=frozenset(low), weight_scales=weight_scales, fused=fused)
     with torch.inference_mode():
-        found = FastModel(model, numbers)(images)
+        result = FastModel(model, numbers)(images)
         by_hand = FastModel(model.cpu(), numbers)(images.cpu())
-    assert found.isfinite().all()
-    assert error(found, exact) < 0.2
-    assert error(found, exact) < 1.5 * error(by_hand, exact)
+    assert result.isfinite().all()
+    assert error(result, exact) < 0.2
+    assert error(result, exact) < 1.5 * error(by_hand, exact)
 
 
 def test_weights_are_rounded_as_well_as_on_a_cpu() -> None:
-    told = torch.Generator().manual_seed(0)
-    rows = torch.randn(4000, 8, generator=told) @ torch.randn(8, 300, generator=told)
-    rows += 0.3 * torch.randn(4000, 300, generator=told)
-    weight = 20 * torch.randn(64, 300, generator=told)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(4000, 8, generator=generator) @ torch.randn(8, 300, generator=generator)
+    rows += 0.3 * torch.randn(4000, 300, generator=generator)
+    weight = 20 * torch.randn(64, 300, generator=generator)
     known, known_here = observe(rows.cuda().bfloat16(), None).damped(), observe(rows, None).damped()
     assert known is not None
     assert known_here is not None
-    found, here = round_correlated(weight.cuda(), known).cpu(), round_correlated(weight, known_here)
+    result, here = round_correlated(weight.cuda(), known).cpu(), round_correlated(weight, known_here)
     right = (rows @ weight.t()).double()
-    errors = [error(rows @ rounded.float().t(), right) for rounded in (found, here, to_fp8(weight, 1.0))]
+    errors = [error(rows @ rounded.float().t(), right) for rounded in (result, here, to_fp8(weight, 1.0))]
     assert errors[0] < 1.05 * errors[1] < 0.5 * errors[2]
 
 
 def test_fused_training() -> None:
-    model, images, exact = given()
+    model, images, exact = model_and_batch()
     model.train()
     with torch.autocast("cuda", torch.bfloat16):
         logits = FusedTraining(model)(images)
@@ -123,7 +123,7 @@ def test_fused_training() -> None:
 
 
 def test_engines_use_the_fast_encoder() -> None:
-    model, _, _ = given()
+    model, _, _ = model_and_batch()
     assert isinstance(prepare(model, "bf16"), FastModel)
     assert prepare(model, "float32") is model
     assert not isinstance(prepare(model, "fp16"), FastModel)
@@ -143,12 +143,12 @@ def noise(count: int = 70) -> Arrays:
 
 def test_evaluation() -> None:
     exact = evaluate_bundle(named(), noise(), device="cuda", workers=0)
-    found = evaluate_bundle(named(), noise(), device="cuda", precision="bf16", workers=0)
-    assert found.loss == pytest.approx(exact.loss, rel=0.02)
+    result = evaluate_bundle(named(), noise(), device="cuda", precision="bf16", workers=0)
+    assert result.loss == pytest.approx(exact.loss, rel=0.02)
 
 
 @pytest.mark.parametrize(
-    "wanted",
+    "feature_request",
     [
         FeatureRequest(),
         FeatureRequest("class"),
@@ -157,17 +157,19 @@ def test_evaluation() -> None:
     ],
 )
 @pytest.mark.parametrize("pool", ["cls", "mean"])
-def test_features(wanted: FeatureRequest, pool: str) -> None:
-    exact = gather(named(pool=pool), noise(), wanted, ComputeOptions("cuda", workers=0)).features
-    found = gather(named(pool=pool), noise(), wanted, ComputeOptions("cuda", precision="bf16", workers=0)).features
-    assert found.shape == exact.shape
-    assert error(torch.from_numpy(found), torch.from_numpy(exact).double()) < 0.03
+def test_features(feature_request: FeatureRequest, pool: str) -> None:
+    exact = gather(named(pool=pool), noise(), feature_request, ComputeOptions("cuda", workers=0)).features
+    result = gather(
+        named(pool=pool), noise(), feature_request, ComputeOptions("cuda", precision="bf16", workers=0)
+    ).features
+    assert result.shape == exact.shape
+    assert error(torch.from_numpy(result), torch.from_numpy(exact).double()) < 0.03
 
 
 @pytest.mark.parametrize("stem", ["conv", "linear_norm"])
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_images_of_any_floating_point_dtype(stem: str, precision: Any) -> None:
-    model, images, exact = given(stem=stem)
+    model, images, exact = model_and_batch(stem=stem)
     fast = vitrail.accelerate(model, precision, calibration=images.double())
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         assert error(fast(images.to(dtype)), exact) < (0.05 if precision == "bf16" else 0.2)
@@ -175,7 +177,7 @@ def test_images_of_any_floating_point_dtype(stem: str, precision: Any) -> None:
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_graphs_are_bit_identical_in_fp8(batch: int) -> None:
-    model, images, _ = given(batch)
+    model, images, _ = model_and_batch(batch)
     plain, captured = (vitrail.accelerate(model, "fp8", calibration=images, graphs=graphs) for graphs in (False, True))
-    for given_images in (images, images.flip(0)):
-        assert torch.equal(captured(given_images), plain(given_images))
+    for inputs in (images, images.flip(0)):
+        assert torch.equal(captured(inputs), plain(inputs))

@@ -1,6 +1,6 @@
 """The Triton kernels compared with plain torch: in Triton's interpreter, or on a CUDA device.
 
-Triton is no dependency but of the tests, on Linux: torch brings it along where it is built for CUDA.
+Triton is a dependency of the tests only, on Linux: torch brings it along where it is built for CUDA.
 """
 
 import os
@@ -23,7 +23,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 if not ON_GPU:
     # Read when a kernel is defined, so set before the import.
     os.environ["TRITON_INTERPRET"] = "1"
-pytest.importorskip("triton", reason="there is no Triton for this system")
+pytest.importorskip("triton", reason="Triton is not available on this system")
 from vitrail.acceleration.cuda import gradient_kernels, kernels, short_attention_kernels  # noqa: E402
 
 # The kernels rely on exp overflowing to infinity; NumPy, which interprets them, warns about it.
@@ -42,13 +42,13 @@ def rows(count: int, width: int, dtype: torch.dtype = torch.float32, seed: int =
     return (torch.randn(count, width, generator=generator) * 3 + 1).to(dtype)
 
 
-def same_but_for_one_step(found: Tensor, expected: Tensor) -> bool:
+def same_but_for_one_step(actual: Tensor, expected: Tensor) -> bool:
     """Return whether fp8 values differ by at most one rounding step, and only a few of them."""
-    wanted = expected.view(torch.uint8).int()
-    steps = found.cpu().view(torch.uint8).int() - wanted
+    target = expected.view(torch.uint8).int()
+    steps = actual.cpu().view(torch.uint8).int() - target
     if not ON_GPU:
         # The interpreter does not carry when rounding up to a power of two, and flushes subnormals.
-        steps = torch.where((steps == -8) | (steps == -7), 0, steps)[(wanted & 0b1111000) > 0b1000]
+        steps = torch.where((steps == -8) | (steps == -7), 0, steps)[(target & 0b1111000) > 0b1000]
     return bool(steps.abs().max() <= 1) and float((steps != 0).float().mean()) < 0.02
 
 
@@ -59,11 +59,11 @@ def same_but_for_one_step(found: Tensor, expected: Tensor) -> bool:
 def test_norm(size: tuple[int, int], dtype: torch.dtype, shifted: bool, branched: bool) -> None:
     x, shift = rows(*size, dtype), rows(1, size[1], seed=1)[0] if shifted else None
     branch = rows(*size, dtype, seed=2) if branched else None
-    on_device = [None if given is None else given.clone().to(DEVICE) for given in (x, shift, branch)]
+    on_device = [None if inputs is None else inputs.clone().to(DEVICE) for inputs in (x, shift, branch)]
     expected = elementwise.norm(x, 1e-6, shift=shift, branch=branch)
-    found = kernels.norm(on_device[0], 1e-6, shift=on_device[1], branch=on_device[2])
-    assert found.dtype == dtype
-    assert relative_error(found.cpu().float(), expected.float()) < TOLERANCE[dtype]
+    actual = kernels.norm(on_device[0], 1e-6, shift=on_device[1], branch=on_device[2])
+    assert actual.dtype == dtype
+    assert relative_error(actual.cpu().float(), expected.float()) < TOLERANCE[dtype]
     if dtype == torch.float32 or ON_GPU or not branched:  # the stream changes only by the branch
         assert torch.equal(on_device[0].cpu(), x)
 
@@ -74,11 +74,11 @@ def test_norm_to_fp8(branched: bool) -> None:
     largest = float(elementwise.norm(x.clone(), 1e-6, branch=branch).abs().max())
     for scale in (largest / FP8_MAX, largest / FP8_MAX / 4):  # with the second, many saturate
         expected = elementwise.norm(x.clone(), 1e-6, branch=branch, scale=scale)
-        found = kernels.norm(
+        actual = kernels.norm(
             x.clone().to(DEVICE), 1e-6, branch=None if branch is None else branch.to(DEVICE), scale=scale
         )
-        assert found.dtype == FP8
-        assert same_but_for_one_step(found, expected)
+        assert actual.dtype == FP8
+        assert same_but_for_one_step(actual, expected)
 
 
 def test_norm_of_rows_far_from_zero() -> None:
@@ -92,26 +92,26 @@ def test_norm_of_rows_far_from_zero() -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_activate(form: Form, dtype: torch.dtype) -> None:
     x = torch.cat([torch.linspace(-30, 30, 5001), torch.tensor([-1e4, 1e4, 0.0])]).to(dtype)
-    given = x.clone().to(DEVICE)
-    found = kernels.activate(given, form)
-    assert found.data_ptr() == given.data_ptr()
+    inputs = x.clone().to(DEVICE)
+    actual = kernels.activate(inputs, form)
+    assert actual.data_ptr() == inputs.data_ptr()
     expected = elementwise.activate(x.double(), form)
-    assert torch.allclose(found.cpu().double(), expected, rtol=TOLERANCE[dtype], atol=1e-6)
+    assert torch.allclose(actual.cpu().double(), expected, rtol=TOLERANCE[dtype], atol=1e-6)
 
 
 def test_the_fast_gelu_is_accurate_for_small_values() -> None:
     x = torch.linspace(-4, 0, 4001)[:-1]
     expected = torch.nn.functional.gelu(x.double())
-    found = kernels.activate(x.clone().to(DEVICE), "gelu").cpu().double()
-    assert float((found - expected).abs().max()) < 3e-7
-    assert float(((found - expected) / expected).abs().max()) < 2e-3
+    actual = kernels.activate(x.clone().to(DEVICE), "gelu").cpu().double()
+    assert float((actual - expected).abs().max()) < 3e-7
+    assert float(((actual - expected) / expected).abs().max()) < 2e-3
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_activate_to_fp8(form: Form) -> None:
     x = rows(9, 1000)
-    found = kernels.activate(x.to(DEVICE), form, scale=0.05)
-    assert same_but_for_one_step(found, elementwise.activate(x, form, scale=0.05))
+    result = kernels.activate(x.to(DEVICE), form, scale=0.05)
+    assert same_but_for_one_step(result, elementwise.activate(x, form, scale=0.05))
 
 
 def images_of(layout: str, channels: int, size: tuple[int, int]) -> Tensor:
@@ -137,30 +137,30 @@ def test_cut_patches(
 ) -> None:
     x = images_of(layout, channels, size)
     expected = elementwise.cut_patches(x, patch, torch.float32, before=before, after=after)
-    found = kernels.cut_patches(x.to(DEVICE), patch, torch.float32, before=before, after=after)
-    assert torch.equal(found.cpu(), expected)
+    actual = kernels.cut_patches(x.to(DEVICE), patch, torch.float32, before=before, after=after)
+    assert torch.equal(actual.cpu(), expected)
     assert not expected[:, :before].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("wanted", TOLERANCE, ids=str)
-def test_patches_are_cast_as_they_are_cut(dtype: torch.dtype, wanted: torch.dtype) -> None:
+@pytest.mark.parametrize("target", TOLERANCE, ids=str)
+def test_patches_are_cast_as_they_are_cut(dtype: torch.dtype, target: torch.dtype) -> None:
     x = images_of("usual", 3, (16, 16)).to(dtype)
-    expected = elementwise.cut_patches(x, (8, 8), wanted, before=1)
-    found = kernels.cut_patches(x.to(DEVICE), (8, 8), wanted, before=1)
-    assert found.dtype == expected.dtype == wanted
-    assert relative_error(found.cpu().float(), expected.float()) <= TOLERANCE[wanted]
+    expected = elementwise.cut_patches(x, (8, 8), target, before=1)
+    actual = kernels.cut_patches(x.to(DEVICE), (8, 8), target, before=1)
+    assert actual.dtype == expected.dtype == target
+    assert relative_error(actual.cpu().float(), expected.float()) <= TOLERANCE[target]
 
 
 @pytest.mark.parametrize("size", [(1, 1, 16), (3, 5, 24), (2, 65, 192)], ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_add_table(size: tuple[int, int, int], dtype: torch.dtype) -> None:
     tokens, table = rows(size[0] * size[1], size[2], dtype).view(size), rows(*size[1:], seed=1)
-    given = tokens.clone().to(DEVICE)
-    found = kernels.add_table(given, table.to(DEVICE))
-    assert found.data_ptr() == given.data_ptr()
+    inputs = tokens.clone().to(DEVICE)
+    actual = kernels.add_table(inputs, table.to(DEVICE))
+    assert actual.data_ptr() == inputs.data_ptr()
     expected = elementwise.add_table(tokens, table)
-    assert relative_error(found.cpu().float(), expected.float()) < TOLERANCE[dtype]
+    assert relative_error(actual.cpu().float(), expected.float()) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("form", ["none", "gelu"])
@@ -170,9 +170,9 @@ def test_multiply(form: Form, size: tuple[int, int, int]) -> None:
     dtype = torch.bfloat16 if ON_GPU else torch.float32  # the interpreter cannot multiply bf16
     x, weight, bias = rows(M, K, dtype), rows(N, K, dtype, 1) / K**0.5, rows(1, N, dtype, 2)[0]
     tiling = {"BM": 32, "BN": 32, "BK": 32, "GROUP": 2}
-    found = kernels.multiply(x.to(DEVICE), weight.to(DEVICE), bias.to(DEVICE), form, tiling=tiling)
+    actual = kernels.multiply(x.to(DEVICE), weight.to(DEVICE), bias.to(DEVICE), form, tiling=tiling)
     expected = elementwise.activate(x.double() @ weight.double().t() + bias.double(), form)
-    assert relative_error(found.cpu().double(), expected) < TOLERANCE[dtype]
+    assert relative_error(actual.cpu().double(), expected) < TOLERANCE[dtype]
     low = kernels.multiply(x.to(DEVICE), weight.to(DEVICE), bias.to(DEVICE), form, scale=0.1, tiling=tiling)
     assert same_but_for_one_step(low, elementwise.to_fp8(expected.float(), 0.1))
 
@@ -212,9 +212,9 @@ def test_the_encoder_with_the_kernels(pool: str, low: bool, monkeypatch: pytest.
     with torch.inference_mode():
         expected = fast(images)
         take_kernels(monkeypatch)
-        found = fast(images)
+        actual = fast(images)
     # In fp8 the interpreter halves values that are rounded up to a power of two.
-    assert relative_error(found, expected) < (0.3 if low else 1e-5)
+    assert relative_error(actual, expected) < (0.3 if low else 1e-5)
 
 
 @pytest.mark.gpu
@@ -222,32 +222,32 @@ def test_the_encoder_with_the_kernels(pool: str, low: bool, monkeypatch: pytest.
 def test_multiply_fp8() -> None:
     x, weight = elementwise.to_fp8(rows(40, 64), 0.1), elementwise.to_fp8(rows(48, 64, seed=1), 0.1)
     bias = rows(1, 48, torch.bfloat16, 2)[0]
-    found = kernels.multiply(
+    actual = kernels.multiply(
         x.to(DEVICE), weight.to(DEVICE), bias.to(DEVICE), "gelu", sum_scale=0.001,
         tiling={"BM": 32, "BN": 32, "BK": 32, "GROUP": 2},
     )  # fmt: skip
     expected = elementwise.activate(x.double() @ weight.double().t() * 0.001 + bias.double(), "gelu")
-    assert relative_error(found.cpu().double(), expected) < TOLERANCE[torch.bfloat16]
+    assert relative_error(actual.cpu().double(), expected) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("size", [*SIZES, (2000, 40)], ids=str)
 def test_gradient_of_gelu_and_its_sum(size: tuple[int, int]) -> None:
     gradient, x = rows(*size, seed=1), rows(*size)
-    wanted, wanted_sum = gradients.gelu_gradient(gradient, x)
-    found, found_sum = gradient_kernels.gelu_gradient(gradient.to(DEVICE), x.to(DEVICE))
+    expected, expected_sum = gradients.gelu_gradient(gradient, x)
+    actual, actual_sum = gradient_kernels.gelu_gradient(gradient.to(DEVICE), x.to(DEVICE))
     # The terms of the polynomial cancel, which amplifies rounding: a GPU uses fused multiply-add.
-    assert ((found.cpu() - wanted).abs() <= gradient.abs() * (2e-4 if ON_GPU else 1e-5) + 1e-5).all()
-    assert torch.allclose(found_sum.cpu(), found.cpu().sum(dim=0), rtol=1e-4, atol=1e-3)
-    assert found_sum.shape == wanted_sum.shape
+    assert ((actual.cpu() - expected).abs() <= gradient.abs() * (2e-4 if ON_GPU else 1e-5) + 1e-5).all()
+    assert torch.allclose(actual_sum.cpu(), actual.cpu().sum(dim=0), rtol=1e-4, atol=1e-3)
+    assert actual_sum.shape == expected_sum.shape
 
 
 @pytest.mark.parametrize("size", [*SIZES, (2000, 40)], ids=str)
 def test_concatenated_gradients(size: tuple[int, int]) -> None:
     parts = [rows(*size, seed=number) for number in range(3)]
-    wanted, wanted_sum = gradients.joined_gradient(*parts)
-    found, found_sum = gradient_kernels.joined_gradient(*(part.to(DEVICE) for part in parts))
-    assert torch.equal(found.cpu(), wanted)
-    assert torch.allclose(found_sum.cpu(), wanted_sum, rtol=1e-5, atol=1e-3)
+    expected, expected_sum = gradients.joined_gradient(*parts)
+    actual, actual_sum = gradient_kernels.joined_gradient(*(part.to(DEVICE) for part in parts))
+    assert torch.equal(actual.cpu(), expected)
+    assert torch.allclose(actual_sum.cpu(), expected_sum, rtol=1e-5, atol=1e-3)
 
 
 FEW = [
@@ -277,16 +277,18 @@ def test_short_attention(tokens: int, heads: int, width: int, dtype: torch.dtype
     tolerance = 5 * (2**-10 if ON_GPU and dtype == torch.float32 else TOLERANCE[dtype])
     seen, lse = short_attention_kernels.short_attention(qkv.to(DEVICE), heads)
     assert (seen.dtype, lse.dtype) == (dtype, torch.float32)
-    wanted_seen, wanted_totals = short_attention.short_attention(qkv, heads)
-    assert relative_error(seen.cpu().float(), wanted_seen.float()) < tolerance
-    assert relative_error(lse.cpu(), wanted_totals) < tolerance
-    found, summed = short_attention_kernels.short_attention_gradient(
+    expected_seen, expected_totals = short_attention.short_attention(qkv, heads)
+    assert relative_error(seen.cpu().float(), expected_seen.float()) < tolerance
+    assert relative_error(lse.cpu(), expected_totals) < tolerance
+    actual, summed = short_attention_kernels.short_attention_gradient(
         gradient.to(DEVICE), qkv.to(DEVICE), seen, lse, heads
     )
     again = short_attention_kernels.short_attention_gradient(gradient.to(DEVICE), qkv.to(DEVICE), seen, lse, heads)
-    assert torch.equal(again[0], found)
-    wanted, wanted_sum = short_attention.short_attention_gradient(gradient, qkv, wanted_seen, wanted_totals, heads)
-    parts = zip(found.cpu().chunk(3, dim=-1), wanted.chunk(3, dim=-1), strict=True)
+    assert torch.equal(again[0], actual)
+    target, expected_sum = short_attention.short_attention_gradient(
+        gradient, qkv, expected_seen, expected_totals, heads
+    )
+    parts = zip(actual.cpu().chunk(3, dim=-1), target.chunk(3, dim=-1), strict=True)
     for number, (part, expected) in enumerate(parts):
         if tokens == 1 and number < 2:  # a single token attends only to itself, so query and key have no gradient
             assert part.abs().max() < (0.05 if dtype == torch.bfloat16 else 1e-2 if ON_GPU else 1e-5)
@@ -294,8 +296,8 @@ def test_short_attention(tokens: int, heads: int, width: int, dtype: torch.dtype
             assert relative_error(part.float(), expected.float()) < tolerance
     assert summed.dtype == torch.float32
     atol = 1e-2 if ON_GPU else 1e-3  # with many more images
-    assert torch.allclose(summed.cpu(), found.cpu().float().sum(dim=(0, 1)), rtol=1e-4, atol=atol)
-    assert wanted_sum.shape == summed.shape
+    assert torch.allclose(summed.cpu(), actual.cpu().float().sum(dim=(0, 1)), rtol=1e-4, atol=atol)
+    assert expected_sum.shape == summed.shape
 
 
 def test_a_kernel_that_spills_is_refused() -> None:
@@ -322,13 +324,13 @@ def test_short_attention_equals_attention() -> None:
     qkv[:, ::7] *= 3
     gradient = torch.randn(1, tokens, heads * width, generator=generator)
     seen, lse = short_attention_kernels.short_attention(qkv.to(DEVICE), heads)
-    found, _ = short_attention_kernels.short_attention_gradient(gradient.to(DEVICE), qkv.to(DEVICE), seen, lse, heads)
-    given = qkv.requires_grad_()
-    query, key, value = given.unflatten(-1, (3, heads, width)).permute(2, 0, 3, 1, 4)
+    actual, _ = short_attention_kernels.short_attention_gradient(gradient.to(DEVICE), qkv.to(DEVICE), seen, lse, heads)
+    inputs = qkv.requires_grad_()
+    query, key, value = inputs.unflatten(-1, (3, heads, width)).permute(2, 0, 3, 1, 4)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
     expected.backward(gradient)
     # Scores reach 40, and their absolute error is the relative error of the weights: with TF32's 11 bits, or with 24.
     tolerance = 2**-5 if ON_GPU else 1e-5
     assert relative_error(seen.cpu(), expected.detach()) < tolerance
-    for part, wanted in zip(found.cpu().chunk(3, dim=-1), given.grad.chunk(3, dim=-1), strict=True):
-        assert relative_error(part, wanted) < tolerance
+    for part, target in zip(actual.cpu().chunk(3, dim=-1), inputs.grad.chunk(3, dim=-1), strict=True):
+        assert relative_error(part, target) < tolerance

@@ -17,9 +17,11 @@ from vitrail.acceleration.cuda.rounding import observe, round_correlated
 
 def correlated(rows: int, inputs: int, seed: int, kinds: int = 6) -> Tensor:
     """Return rows with correlated inputs: mixtures of a few factors, plus noise."""
-    told = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     mixture = torch.randn(kinds, inputs, generator=torch.Generator().manual_seed(99))
-    return torch.randn(rows, kinds, generator=told) @ mixture + 0.3 * torch.randn(rows, inputs, generator=told)
+    return torch.randn(rows, kinds, generator=generator) @ mixture + 0.3 * torch.randn(
+        rows, inputs, generator=generator
+    )
 
 
 def matrix(outputs: int, inputs: int, seed: int) -> Tensor:
@@ -117,8 +119,8 @@ def test_linearly_dependent_inputs() -> None:
 def test_correlations_are_collected_only_for_fp8() -> None:
     made = bundle("plain", width=32, heads=2, depth=4)
     images = torch.randn(3, 3, *made.preprocess.size)
-    found = {name for name, seen in calibrate(made.model, images).items() if seen.correlation is not None}
-    assert found == {f"{block}.{name}" for block in (1, 2) for name in ("qkv", "fc1", "fc2")} | {"3.qkv"}
+    result = {name for name, seen in calibrate(made.model, images).items() if seen.correlation is not None}
+    assert result == {f"{block}.{name}" for block in (1, 2) for name in ("qkv", "fc1", "fc2")} | {"3.qkv"}
 
 
 def test_several_batches_equal_a_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,12 +138,12 @@ def test_several_batches_equal_a_larger_one(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("pool", ["cls", "mean"])
 def test_an_fp8_model_is_more_accurate(pool: str) -> None:
     made = bundle("plain", width=64, heads=2, depth=3, pool=pool)
-    told = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     # Images of a few factors, so that the model's activations are correlated, like real ones.
-    things = torch.randn(4, 3, *made.preprocess.size, generator=told)
+    things = torch.randn(4, 3, *made.preprocess.size, generator=generator)
 
     def images(count: int) -> Tensor:
-        return torch.einsum("bk,kchw->bchw", torch.randn(count, 4, generator=told), things)
+        return torch.einsum("bk,kchw->bchw", torch.randn(count, 4, generator=generator), things)
 
     seen, others = calibrate(made.model, images(400), spared=0), images(100)
     nearest = {name: calibration._replace(correlation=None) for name, calibration in seen.items()}

@@ -171,7 +171,7 @@ def test_rotation_and_affine_stay_within_their_limits() -> None:
 def test_crop_and_flip_match_torchvision(mode: str, form: str) -> None:
     functional = import_peer("torchvision.transforms.functional")
     image = photograph(120, 160, mode)
-    given_image = image if form == "image" else np.asarray(image)
+    inputs = image if form == "image" else np.asarray(image)
     flips = 0
     for position in range(20):
         drawn = plan(Augmentation(), 120, 160, (48, 64), draws(0, position))
@@ -179,9 +179,9 @@ def test_crop_and_flip_match_torchvision(mode: str, form: str) -> None:
         flips += drawn.flip
         if drawn.flip:
             expected = functional.hflip(expected)
-        found = apply(drawn, given_image, (48, 64))
-        assert found.shape == (48, 64, 3 if mode == "RGB" else 1)
-        assert np.array_equal(found.squeeze(), np.asarray(expected))
+        actual = apply(drawn, inputs, (48, 64))
+        assert actual.shape == (48, 64, 3 if mode == "RGB" else 1)
+        assert np.array_equal(actual.squeeze(), np.asarray(expected))
     assert 0 < flips < 20
 
 
@@ -202,9 +202,9 @@ def test_operations_are_applied_in_order() -> None:
 def test_erased_pixels_are_grey_or_noise(channels: int) -> None:
     pixels = np.zeros((40, 50, channels), np.uint8)
     hole = NOTHING._replace(erased=Box(5, 6, 20, 30))
-    found = apply(hole, pixels, (40, 50))
-    assert np.all(found[5:25, 6:36] == 128)
-    assert found.sum() == 128 * 20 * 30 * channels
+    result = apply(hole, pixels, (40, 50))
+    assert np.all(result[5:25, 6:36] == 128)
+    assert result.sum() == 128 * 20 * 30 * channels
     noisy = apply(hole._replace(noise=3), pixels, (40, 50))
     assert np.array_equal(noisy, apply(hole._replace(noise=3), pixels, (40, 50)))
     assert not np.array_equal(noisy, apply(hole._replace(noise=4), pixels, (40, 50)))
@@ -222,10 +222,10 @@ def test_many_channels_are_transformed_together(channels: int) -> None:
     pixels = rng.integers(0, 256, (60, 80, channels), dtype=np.uint8)
     for position in range(10):
         drawn = plan(EVERYTHING.replace(erasing=0.0), 60, 80, (32, 24), draws(0, position))
-        found = apply(drawn, pixels, (32, 24))
-        assert found.shape == (32, 24, channels)
+        result = apply(drawn, pixels, (32, 24))
+        assert result.shape == (32, 24, channels)
         grey = [apply(drawn._replace(operations=()), pixels[:, :, c], (32, 24)) for c in range(channels)]
-        assert np.array_equal(found, np.concatenate(grey, axis=2))
+        assert np.array_equal(result, np.concatenate(grey, axis=2))
 
 
 FLOATS = st.floats(0.05, 1.0)
@@ -283,11 +283,11 @@ def test_any_augmentation_gives_the_requested_size(
         assert drawn.erased.right <= size[1]
     # As libjpeg rounds the size at a reduced scale.
     decoded = np.full((-(-height // scale), -(-width // scale), channels), 100, np.uint8)
-    found = apply(drawn, decoded, size)
-    assert found.shape == (*size, channels)
-    assert found.dtype == np.uint8
-    assert found.flags.writeable
-    assert found.flags.c_contiguous
+    result = apply(drawn, decoded, size)
+    assert result.shape == (*size, channels)
+    assert result.dtype == np.uint8
+    assert result.flags.writeable
+    assert result.flags.c_contiguous
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
@@ -326,7 +326,7 @@ def test_arrays_that_are_not_images(image: np.ndarray) -> None:
 def test_modes_that_are_not_colour_or_grey() -> None:
     with pytest.raises(InputError, match="mode CMYK cannot be augmented"):
         apply(NOTHING, Image.new("CMYK", (4, 4)), (4, 4))
-    with pytest.raises(InputError, match="0×4 pixels"):
+    with pytest.raises(InputError, match="an image of 0×4 pixels cannot be cropped"):
         plan(Augmentation(), 0, 4, (4, 4), draws(0, 0))
 
 

@@ -64,10 +64,10 @@ def test_torchvision(name: str, mode: str, size: tuple[int, int]) -> None:
     image = photograph(*size, mode)
     before = np.array(image)
     ours, theirs = PAIRS[name]
-    found = ours(image)
-    assert found.mode == mode
-    assert found.size == image.size
-    assert np.array_equal(np.asarray(found), np.asarray(theirs(image)))
+    result = ours(image)
+    assert result.mode == mode
+    assert result.size == image.size
+    assert np.array_equal(np.asarray(result), np.asarray(theirs(image)))
     assert np.array_equal(np.asarray(image), before), "the image itself must stay"
 
 
@@ -91,7 +91,7 @@ def test_every_operation_does_something(name: str) -> None:
 )
 def test_affine_matrices_match_torchvision(numbers: dict[str, Any], mode: str) -> None:
     image = photograph(40, 56, mode)
-    found = colours.affine(image, colours.affine_matrix(40, 56, **numbers), fill=77)
+    actual = colours.affine(image, colours.affine_matrix(40, 56, **numbers), fill=77)
     expected = F.affine(
         image,
         numbers.get("degrees", 0.0),
@@ -102,7 +102,7 @@ def test_affine_matrices_match_torchvision(numbers: dict[str, Any], mode: str) -
         fill=77,
     )
     # The same matrix, up to the last bit.
-    difference = abs(np.asarray(found).astype(int) - np.asarray(expected).astype(int))
+    difference = abs(np.asarray(actual).astype(int) - np.asarray(expected).astype(int))
     assert difference.max() <= 1
     assert (difference > 0).mean() < 0.01
 
@@ -111,9 +111,9 @@ def test_affine_matrices_match_torchvision(numbers: dict[str, Any], mode: str) -
 def test_blur_is_nearly_a_gaussian(radius: float) -> None:
     """Pillow stacks three box filters, which is very close except at the edges."""
     image = photograph(60, 70)
-    found = np.asarray(colours.blur(image, radius)).astype(int)
+    actual = np.asarray(colours.blur(image, radius)).astype(int)
     expected = np.asarray(F.gaussian_blur(image, [21, 21], [radius, radius])).astype(int)
-    difference = abs(found - expected)[8:-8, 8:-8]
+    difference = abs(actual - expected)[8:-8, 8:-8]
     assert difference.max() <= 4
     assert difference.mean() <= 0.8
 

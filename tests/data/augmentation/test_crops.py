@@ -33,9 +33,9 @@ def drawn(crop: Callable[..., Box], height: int, width: int, *options: object) -
     return np.array([crop(height, width, draws(0, position), *options) for position in range(COUNT)])
 
 
-def same(found: np.ndarray, expected: np.ndarray) -> bool:
+def same(actual: np.ndarray, expected: np.ndarray) -> bool:
     """Return whether both samples may come from one distribution, column by column."""
-    return all(stats.ks_2samp(a, b, method="asymp").pvalue > CHANCE for a, b in zip(found.T, expected.T, strict=True))
+    return all(stats.ks_2samp(a, b, method="asymp").pvalue > CHANCE for a, b in zip(actual.T, expected.T, strict=True))
 
 
 def test_inception_crop_has_uniform_area_and_log_ratio() -> None:
@@ -108,8 +108,8 @@ def naive_tf_crop(
 def test_tf_crop_matches_tensorflow(size: tuple[int, int], area: tuple[float, float]) -> None:
     rng = np.random.default_rng(1)
     expected = np.array([naive_tf_crop(*size, rng, area, (0.75, 1.33)) for _ in range(COUNT // 2)])
-    found = drawn(inception_crop_tf, *size, area, (0.75, 1.33))
-    assert same(found, expected)
+    actual = drawn(inception_crop_tf, *size, area, (0.75, 1.33))
+    assert same(actual, expected)
 
 
 def test_tf_crop_has_uniform_ratio_and_height() -> None:
@@ -202,9 +202,9 @@ def test_simple_crop_is_resize_pad_crop(size: tuple[int, int]) -> None:
         box = simple_crop(*size, draws(0, position), (made, made))
         top, left = round(box.top / row) + 4, round(box.left / column) + 4
         assert 0 <= top <= larger.shape[0] - made
-        found = np.asarray(cut(image, box, (made, made), Image.Resampling.BICUBIC, "mirror")).astype(int)
+        result = np.asarray(cut(image, box, (made, made), Image.Resampling.BICUBIC, "mirror")).astype(int)
         # The filter's weights are rounded for each position of the box: at most one step of 255.
-        assert abs(found - larger[top : top + made, left : left + made]).max() <= 1
+        assert abs(result - larger[top : top + made, left : left + made]).max() <= 1
 
 
 def test_padded_crop_is_pad_then_crop() -> None:
@@ -215,17 +215,17 @@ def test_padded_crop_is_pad_then_crop() -> None:
         box = padded_crop(32, 40, draws(0, position), 4)
         expected = functional.crop(larger, int(box.top) + 4, int(box.left) + 4, 32, 40)
         for form in (image, np.asarray(image)):
-            found = cut(form, box, (32, 40), BILINEAR, "fill", fill=7)
-            assert np.array_equal(np.asarray(found), np.asarray(expected))
+            actual = cut(form, box, (32, 40), BILINEAR, "fill", fill=7)
+            assert np.array_equal(np.asarray(actual), np.asarray(expected))
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_a_box_entirely_outside_is_filled(mode: str) -> None:
     image = photograph(4, 4).convert(mode)
     for form in (image, np.asarray(image)):
-        found = cut(form, Box(-9, 0, 4, 4), (6, 5), BILINEAR, "fill", fill=9)
-        assert (found.mode, found.size) == (mode, (5, 6))
-        assert np.all(np.asarray(found) == 9)
+        result = cut(form, Box(-9, 0, 4, 4), (6, 5), BILINEAR, "fill", fill=9)
+        assert (result.mode, result.size) == (mode, (5, 6))
+        assert np.all(np.asarray(result) == 9)
 
 
 @pytest.mark.parametrize("name", ["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"])
@@ -237,8 +237,8 @@ def test_cut_matches_torchvisions_resized_crop(name: str) -> None:
         box = inception_crop(120, 160, draws(0, position))
         expected = functional.resized_crop(image, *map(int, box), [32, 24], mode)
         for form in (image, np.asarray(image)):
-            found = cut(form, box, (32, 24), Image.Resampling[name.upper()])
-            assert np.array_equal(np.asarray(found), np.asarray(expected))
+            actual = cut(form, box, (32, 24), Image.Resampling[name.upper()])
+            assert np.array_equal(np.asarray(actual), np.asarray(expected))
 
 
 def test_centre() -> None:

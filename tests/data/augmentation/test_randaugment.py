@@ -44,11 +44,11 @@ def test_magnitudes_match_torchvision(size: tuple[int, int]) -> None:
         magnitudes, signed = space[theirs]
         assert signed == (ours in randaugment.SIGNED_USUALLY)
         expected = magnitudes.tolist() if magnitudes.ndim else [0.0] * BINS
-        found = [randaugment.usual_magnitude(ours, step, size) for step in range(BINS)]
+        actual = [randaugment.usual_magnitude(ours, step, size) for step in range(BINS)]
         # Single precision, whose last bit depends on the CPU's fused multiply-add.
-        assert found == pytest.approx(expected, rel=2e-7, abs=1e-6)
+        assert actual == pytest.approx(expected, rel=2e-7, abs=1e-6)
         if "translate" in ours:
-            assert list(map(int, found)) == list(map(int, expected))
+            assert list(map(int, actual)) == list(map(int, expected))
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
@@ -155,8 +155,8 @@ def test_every_operation_keeps_mode_and_size(magnitude: int, mode: str) -> None:
         for operations in ("usual", "big_vision"):
             settings = RandAugment(magnitude=magnitude, operations=operations)
             for name in USUAL if operations == "usual" else BIG_VISION:
-                found = randaugment.perform(operation_of(name, settings, size, 1), image, fill=128)
-                assert (found.mode, found.size) == (mode, image.size)
+                result = randaugment.perform(operation_of(name, settings, size, 1), image, fill=128)
+                assert (result.mode, result.size) == (mode, image.size)
 
 
 def test_solarize_above_white_is_the_identity() -> None:
@@ -167,9 +167,9 @@ def test_solarize_above_white_is_the_identity() -> None:
 def test_pixels_from_outside_are_filled() -> None:
     image = Image.new("RGB", (60, 60), (255, 255, 255))
     for name in ("translate_x", "translate_y"):
-        found = np.asarray(randaugment.perform(Operation(name, (20,)), image, fill=128))
-        assert set(np.unique(found)) == {128, 255}
-        assert (found == 128).mean() == pytest.approx(1 / 3)
+        result = np.asarray(randaugment.perform(Operation(name, (20,)), image, fill=128))
+        assert set(np.unique(result)) == {128, 255}
+        assert (result == 128).mean() == pytest.approx(1 / 3)
 
 
 def test_an_unknown_operation() -> None:

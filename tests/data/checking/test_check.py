@@ -138,8 +138,8 @@ def test_duplicates_by_kind(root: Path) -> None:
     shutil.copy(root / "train/cat/1.jpg", root / "val/cat/leak.jpg")
     shutil.copy(root / "train/cat/2.jpg", root / "train/dog/other.jpg")
     report = checked(root)
-    found = {copies.kind: [Path(which.name).name for which in copies.images] for copies in report.duplicates}
-    assert found == {
+    result = {copies.kind: [Path(which.name).name for which in copies.images] for copies in report.duplicates}
+    assert result == {
         "conflicting": ["2.jpg", "other.jpg"],
         "across": ["1.jpg", "leak.jpg"],
         "within": ["0.jpg", "again.jpg"],
@@ -286,9 +286,9 @@ def test_skipped_files_are_listed_and_misnamed_images_reported(root: Path) -> No
 def test_a_quick_check_counts_what_it_does_not_look_into(root: Path) -> None:
     for number in range(5):
         (root / "train" / "cat" / f"{number}.txt").write_text("x")
-    found = only(quick_check(opened(root), size=64, most=2), "skipped")
-    assert (found.count, len(found.details)) == (5, 2)
-    assert found.text.startswith("5 files were skipped")
+    result = only(quick_check(opened(root), size=64, most=2), "skipped")
+    assert (result.count, len(result.details)) == (5, 2)
+    assert result.text.startswith("5 files were skipped")
 
 
 def test_skipped_files_in_shards_are_listed(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,12 +360,12 @@ def test_findings_have_advice_and_the_report_is_json(root: Path) -> None:
     save_image(root / "train/cat/tiny.jpg", 50, 40, 20, mode="L")
     report = checked(root)
     assert all(finding.advice and finding.text and finding.brief for finding in report.findings)
-    found = json.loads(json.dumps(report.as_dict()))
-    assert found["summary"] == report.summary
-    assert found["unreadable"][0]["reason"] == "the file is empty"
-    assert found["duplicates"][0]["images"][1]["split"] == "val"
-    assert [finding["kind"] for finding in found["findings"]] == ["unreadable", "conflicting", "tiny", "modes"]
-    assert found["short_sides"][0] == {"low": 0, "high": 32, "images": 1}
+    result = json.loads(json.dumps(report.as_dict()))
+    assert result["summary"] == report.summary
+    assert result["unreadable"][0]["reason"] == "the file is empty"
+    assert result["duplicates"][0]["images"][1]["split"] == "val"
+    assert [finding["kind"] for finding in result["findings"]] == ["unreadable", "conflicting", "tiny", "modes"]
+    assert result["short_sides"][0] == {"low": 0, "high": 32, "images": 1}
 
 
 def test_workers_give_the_same_report(root: Path) -> None:
@@ -424,13 +424,13 @@ def test_only_new_and_changed_images_are_decoded_again(root: Path, decoded: list
 class Stamped:
     """A folder whose stamps never change, as when a disk fails or a network share is locked."""
 
-    whole: Folder
+    base: Folder
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.whole, name)
+        return getattr(self.base, name)
 
     def __len__(self) -> int:
-        return len(self.whole)
+        return len(self.base)
 
     def stamp(self, index: int) -> tuple[int, int]:
         return 1, 1
@@ -542,9 +542,9 @@ def test_the_quick_check_finds_duplicates_and_conflicting_labels(root: Path) -> 
 def test_unchecked_duplicates_are_not_an_empty_list(root: Path) -> None:
     report = quick_check(opened(root), size=64, seconds=0)
     assert (report.compared, report.duplicates) == (1, None)
-    found = report.as_dict()
-    assert found["duplicates"] == "not looked for among all"
-    assert found["not_looked_for"][0] == "duplicates among 11 of the images"
+    result = report.as_dict()
+    assert result["duplicates"] == "not looked for among all"
+    assert result["not_looked_for"][0] == "duplicates among 11 of the images"
 
 
 def test_the_quick_check_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

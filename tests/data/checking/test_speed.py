@@ -13,7 +13,7 @@ from vitrail.data.checking.speed import Speed, available_cores, measure_speed
 from vitrail.data.sources.folders import open_folder
 from vitrail.data.sources.source import Arrays
 
-SPEED = Speed(images=10, reading=1.0, decoding=6.0, decoding_whole=9.0, augmenting=3.0)  # 100 images/s
+SPEED = Speed(images=10, reading=1.0, decoding=6.0, decoding_full_size=9.0, augmenting=3.0)  # 100 images/s
 
 
 def arrays(count: int, *shape: int) -> Arrays:
@@ -79,7 +79,7 @@ def test_training_decodes_at_a_reduced_scale(tmp_path: Path, monkeypatch: pytest
     speed = measure_speed(source, size=(64, 64), augmentation=whole, on_progress=lambda *now: seen.append(now))
     assert speed is not None
     assert speed.images == 4
-    assert 0 < speed.decoding < speed.decoding_whole
+    assert 0 < speed.decoding < speed.decoding_full_size
     assert seen[-1][1] == 5
 
 

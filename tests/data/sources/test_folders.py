@@ -286,9 +286,9 @@ def test_progress_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(tree, "PROGRESS_EVERY", 2)
     write(tmp_path, "a/1.png", "a/2.png", "a/3.png", "b/1.png", "b/2.png")
     age(tmp_path)
-    told: list[int] = []
-    open_folder(tmp_path, on_progress=told.append)
-    assert told == [2, 4, 5]
-    told.clear()
-    open_folder(tmp_path, on_progress=told.append)
-    assert told == [5]
+    progress: list[int] = []
+    open_folder(tmp_path, on_progress=progress.append)
+    assert progress == [2, 4, 5]
+    progress.clear()
+    open_folder(tmp_path, on_progress=progress.append)
+    assert progress == [5]

@@ -48,9 +48,9 @@ def tar(path: Path, **counts: int) -> Path:
 
 def contents(source: Source | None) -> list[str]:
     assert source is not None
-    found = [bytes(source.read(number)).decode() for number in range(len(source))]
-    assert [text.split()[0] for text in found] == [source.classes[label] for label in source.labels]
-    return found
+    result = [bytes(source.read(number)).decode() for number in range(len(source))]
+    assert [text.split()[0] for text in result] == [source.classes[label] for label in source.labels]
+    return result
 
 
 def refused(place: str | Path, *, one: bool = False) -> str:
@@ -82,8 +82,8 @@ def test_a_folder_called_digits_comes_first(tmp_path: Path, monkeypatch: pytest.
 def test_a_folder_is_split(tmp_path: Path) -> None:
     splits = open_data(folder(tmp_path, cat=20, dog=10), seed=4, val=0.2, test=0.1)
     assert [len(split) for split in splits[:3] if split is not None] == [21, 6, 3]
-    found = contents(splits.train) + contents(splits.val) + contents(splits.test)
-    assert sorted(found) == sorted(contents(open_source(tmp_path)))
+    result = contents(splits.train) + contents(splits.val) + contents(splits.test)
+    assert sorted(result) == sorted(contents(open_source(tmp_path)))
     assert splits.record["counts"]["val"] == {"cat": 4, "dog": 2}
     assert all(name.startswith(("cat/", "dog/")) for name in splits.record["names"]["val"])
 
@@ -101,7 +101,7 @@ def test_a_folder_with_splits(tmp_path: Path) -> None:
     assert splits.val.labels.tolist() == [1, 2, 2]
     assert splits.val.stamp(0)[0] == 5
     assert splits.val.name(0) == f"{tmp_path}/validation/bee/00.png"
-    assert (splits.record["method"], splits.record["shares"], splits.record["seed"]) == ("given", {}, None)
+    assert (splits.record["method"], splits.record["fractions"], splits.record["seed"]) == ("given", {}, None)
     assert splits.record["names"]["test"] == ["bee/00.png", "bee/01.png"]
     assert refused(tmp_path, one=True) == "DATA has the splits test, train, validation; give the folder of one of them"
     assert len(open_source(tmp_path / "test")) == 2
@@ -125,7 +125,7 @@ def test_test_without_val(tmp_path: Path) -> None:
     folder(tmp_path / "test", ant=3)
     splits = open_data(tmp_path, seed=2)
     assert (len(splits.train), len(contents(splits.val)), len(contents(splits.test))) == (27, 3, 3)
-    assert (splits.record["shares"], splits.record["seed"]) == ({"val": 0.1}, 2)
+    assert (splits.record["fractions"], splits.record["seed"]) == ({"val": 0.1}, 2)
     assert open_data(tmp_path, val=0).val is None
 
 
@@ -309,7 +309,7 @@ def test_parquet_files_of_splits(tmp_path: Path) -> None:
         assert splits.test is not None
         assert [len(split) for split in (splits.train, splits.val, splits.test)] == [12, 4, 2]
         assert contents(splits.val)[0].startswith("dog ")
-        assert "splits" in refused(place, one=True)
+        assert " splits test, train, val" in refused(place, one=True)
     column = ["train"] * 4 + ["test"] * 2
     table(tmp_path / "column/a.parquet", names["train"], split=column)
     table(tmp_path / "column/b.parquet", names["train"], split=column)
@@ -333,12 +333,12 @@ def test_usable_data_is_opened_and_faults_are_listed(tmp_path: Path) -> None:
     assert [text.split(" ", 3)[2] for text in faults[2:]] == ["has", "has"]
     assert "class 'cat' has 1 image, too few for 3 splits" in faults[2]
     assert (len(faults), len(splits.train), splits.val) == (4, 8, None)
-    given = tmp_path / "given"
-    folder(given / "train", cat=2, dog=2)
-    folder(given / "val", cat=1, emu=1, fox=1)
-    assert refused(given).startswith("DATA has 2 faults: (1) the val split of DATA has the class 'emu'")
+    data = tmp_path / "given"
+    folder(data / "train", cat=2, dog=2)
+    folder(data / "val", cat=1, emu=1, fox=1)
+    assert refused(data).startswith("DATA has 2 faults: (1) the val split of DATA has the class 'emu'")
     faults.clear()
-    splits = open_data(given, faults=faults)
+    splits = open_data(data, faults=faults)
     assert splits.val is not None
     assert (len(faults), splits.val.classes, contents(splits.val)) == (2, ("cat", "dog"), ["cat 0"])
     faults.clear()

@@ -25,8 +25,8 @@ def names(source: Source, count: int) -> list[str]:
 
 
 def test_a_plain_folder_is_evaluated_as_a_whole(tmp_path: Path) -> None:
-    found = choose_images(fill(tmp_path / "data", 1, ("cat",)))
-    assert (len(found.source), found.split, found.held_out) == (1, "all", False)
+    result = choose_images(fill(tmp_path / "data", 1, ("cat",)))
+    assert (len(result.source), result.split, result.held_out) == (1, "all", False)
     assert len(choose_images(fill(tmp_path / "more", 4), "all").source) == 8
 
 
@@ -34,8 +34,8 @@ def test_a_plain_folder_is_evaluated_as_a_whole(tmp_path: Path) -> None:
 def test_the_test_split_comes_first(tmp_path: Path, splits: tuple[str, ...], chosen: str) -> None:
     for count, split in enumerate(splits, 2):
         fill(tmp_path / split, count)
-    found = choose_images(tmp_path)
-    assert (found.split, found.held_out, len(found.source)) == (chosen, True, 2 * (len(splits) + 1))
+    result = choose_images(tmp_path)
+    assert (result.split, result.held_out, len(result.source)) == (chosen, True, 2 * (len(splits) + 1))
     train = choose_images(tmp_path, "train")
     assert (train.held_out, len(train.source)) == (False, 4)
 
@@ -43,24 +43,24 @@ def test_the_test_split_comes_first(tmp_path: Path, splits: tuple[str, ...], cho
 def test_all_splits_together(tmp_path: Path) -> None:
     for count, split in enumerate(("train", "val", "test"), 2):
         fill(tmp_path / split, count)
-    found = choose_images(tmp_path, "all").source
-    assert isinstance(found, Joined)
-    assert names(found, 18) == ["train"] * 4 + ["val"] * 6 + ["test"] * 8
-    assert found.labels.tolist() == [0, 0, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1]
-    assert found.classes == ("cat", "dog")
+    result = choose_images(tmp_path, "all").source
+    assert isinstance(result, Joined)
+    assert names(result, 18) == ["train"] * 4 + ["val"] * 6 + ["test"] * 8
+    assert result.labels.tolist() == [0, 0, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1]
+    assert result.classes == ("cat", "dog")
     last = tmp_path / "test" / "dog" / "3.png"
-    assert found.read(17) == last.read_bytes()
-    assert found.stamp(17) == found.sources[2].stamp(7)
+    assert result.read(17) == last.read_bytes()
+    assert result.stamp(17) == result.sources[2].stamp(7)
     with pytest.raises(IndexError):
-        found.name(18)
+        result.name(18)
 
 
 def test_splits_of_a_manifest(tmp_path: Path) -> None:
     fill(tmp_path / "p", 3)
     rows = [f"p/{label}/{n}.png,{label},{split}" for label in ("cat", "dog") for n, split in enumerate(("test", "val"))]
     (tmp_path / "list.csv").write_text("path,label,split\n" + "\n".join(rows) + "\n")
-    found = choose_images(tmp_path / "list.csv")
-    assert (found.split, len(found.source)) == ("test", 2)
+    result = choose_images(tmp_path / "list.csv")
+    assert (result.split, len(result.source)) == ("test", 2)
     assert len(choose_images(tmp_path / "list.csv", "all").source) == 4
     with pytest.raises(DataError, match="has no train split; it has val, test"):
         choose_images(tmp_path / "list.csv", "train")
@@ -69,20 +69,20 @@ def test_splits_of_a_manifest(tmp_path: Path) -> None:
 def test_a_train_folder_alone_defines_no_splits(tmp_path: Path) -> None:
     fill(tmp_path / "train", 3)
     assert len(choose_images(tmp_path).source) == 6
-    found = choose_images(tmp_path, "test")
-    assert (len(found.source), found.held_out) == (2, False)
+    result = choose_images(tmp_path, "test")
+    assert (len(result.source), result.held_out) == (2, False)
 
 
 def test_the_splits_of_the_run_are_used(tmp_path: Path) -> None:
     splits = open_data(fill(tmp_path / "data", 10), seed=7, val=0.2, test=0.3)
-    for asked, split, own in (
+    for requested, split, own in (
         (None, "test", splits.test),
         ("val", "val", splits.val),
         ("train", "train", splits.train),
     ):
-        found = choose_images(tmp_path / "data", asked, record=splits.record)
-        assert (found.split, found.held_out) == (split, split != "train")
-        assert [found.source.name(i) for i in range(len(found.source))] == [own.name(i) for i in range(len(own))]
+        result = choose_images(tmp_path / "data", requested, record=splits.record)
+        assert (result.split, result.held_out) == (split, split != "train")
+        assert [result.source.name(i) for i in range(len(result.source))] == [own.name(i) for i in range(len(own))]
     assert len(choose_images(tmp_path / "data", "all", record=splits.record).source) == 20
     only_val = open_data(tmp_path / "data", val=0.2, test=0).record
     assert choose_images(tmp_path / "data", record=only_val).split == "val"
@@ -92,9 +92,9 @@ def test_the_splits_of_the_run_are_used(tmp_path: Path) -> None:
 
 def test_other_data_than_the_runs(tmp_path: Path) -> None:
     record = open_data(fill(tmp_path / "data", 10)).record
-    found = choose_images(fill(tmp_path / "other", 3), record=record)
-    assert (found.split, found.held_out, len(found.source)) == ("all", False, 6)
-    with pytest.raises(DataError, match="recorded"):
+    result = choose_images(fill(tmp_path / "other", 3), record=record)
+    assert (result.split, result.held_out, len(result.source)) == ("all", False, 6)
+    with pytest.raises(DataError, match=r"of the recorded (val|test) split, is missing|when the split was recorded"):
         choose_images(tmp_path / "other", "test", record=record)
 
 
@@ -122,8 +122,8 @@ def source(classes: tuple[str, ...], labels: tuple[int, ...]) -> Arrays:
 
 def test_classes_are_matched_by_name() -> None:
     data = source(("b", "empty", "a"), (0, 2, 2))
-    found = match_classes(data, ("a", "x", "b"), 3)
-    assert (found.labels.tolist(), found.classes) == ([2, 0, 0], ("a", "x", "b"))
+    result = match_classes(data, ("a", "x", "b"), 3)
+    assert (result.labels.tolist(), result.classes) == ([2, 0, 0], ("a", "x", "b"))
     assert match_classes(data, data.classes, 3) is data
     assert match_classes(data, None, 3) is data
     assert match_classes(data, ("p", "q", "r"), 3, by_number=True).classes == ("p", "q", "r")

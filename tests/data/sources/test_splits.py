@@ -31,13 +31,13 @@ def test_every_image_is_in_one_split(counts: list[int], seed: int, val: float, t
     for split, share in zip(splits, (None, val, test), strict=True):
         assert split.dtype == np.int64
         assert (np.diff(split) > 0).all()
-        found = np.bincount(labels[split], minlength=len(counts))
+        result = np.bincount(labels[split], minlength=len(counts))
         if share == 0:
             assert not len(split)
             continue
-        assert found.min() >= 1
+        assert result.min() >= 1
         if share is not None:
-            assert (np.abs(found - np.array(counts) * share) <= 1).all()
+            assert (np.abs(result - np.array(counts) * share) <= 1).all()
 
 
 @PROPERTY
@@ -86,7 +86,10 @@ def test_a_class_with_too_few_images(counts: list[int], val: float, test: float,
 
 @pytest.mark.parametrize(("val", "test"), [(-0.1, 0), (0, 1), (0.5, 0.5), (float("nan"), 0)])
 def test_invalid_fractions(val: float, test: float) -> None:
-    with pytest.raises(ConfigError, match="fraction"):
+    with pytest.raises(
+        ConfigError,
+        match=r"the (val|test) fraction is .*; it should be at least 0|the fractions of val .* leave no training",
+    ):
         split_indices(np.zeros(9, np.int64), seed=0, val=val, test=test)
 
 
@@ -100,7 +103,7 @@ def test_a_recorded_split_is_restored() -> None:
     whole = digits()
     splits = split_source(whole, seed=5, val=0.15, test=0.05)
     record = json.loads(json.dumps(splits.record))
-    assert (record["method"], record["seed"], record["shares"]) == ("stratified", 5, {"val": 0.15, "test": 0.05})
+    assert (record["method"], record["seed"], record["fractions"]) == ("stratified", 5, {"val": 0.15, "test": 0.05})
     assert sum(record["counts"]["train"].values()) == len(splits.train)
     assert len(record["names"]["val"]) == len(splits.val)
     again = splits_from_record(whole, record)

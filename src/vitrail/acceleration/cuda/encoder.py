@@ -69,13 +69,13 @@ def can_quantise(config: ViTConfig) -> bool:
 class FastEncoder(nn.Module):
     """The blocks of a model: all, or the first `layers`.
 
-    With `whole`, the last block returns every token, even if the head reads only one.
+    With `all_tokens`, the last block returns every token, even if the head reads only one.
     """
 
     shift: Tensor
 
     def __init__(
-        self, model: ViT, precision: EncoderPrecision, *, layers: int | None = None, whole: bool = False
+        self, model: ViT, precision: EncoderPrecision, *, layers: int | None = None, all_tokens: bool = False
     ) -> None:
         super().__init__()
         if not can_fold(model.config):  # the result would be wrong
@@ -83,7 +83,7 @@ class FastEncoder(nn.Module):
                 "the fast encoder needs plain pre-norm blocks and positions added at the stem, which this model does "
                 "not have; use vitrail.accelerate"
             )
-        self.dtype, self.read = precision.dtype, None if whole else pooled_token(model.config)
+        self.dtype, self.read = precision.dtype, None if all_tokens else pooled_token(model.config)
         shift = next(model.parameters()).new_zeros(model.config.width, dtype=torch.float64)
         self.blocks = nn.ModuleList()
         blocks = list(model.blocks)[:layers]

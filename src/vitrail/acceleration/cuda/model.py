@@ -24,16 +24,16 @@ def runs_fast(model: ViT) -> bool:
 class FastModel(nn.Module):
     """A model for inference only: maps normalised images (B, C, H, W) to the model's output.
 
-    `layers` and `whole` are for `encode` and `features`: use only the first layers, and keep every token even if the
-    head reads only one.
+    `layers` and `all_tokens` are for `encode` and `features`: use only the first layers, and keep every token even if
+    the head reads only one.
     """
 
     def __init__(
-        self, model: ViT, precision: EncoderPrecision, *, layers: int | None = None, whole: bool = False
+        self, model: ViT, precision: EncoderPrecision, *, layers: int | None = None, all_tokens: bool = False
     ) -> None:
         super().__init__()
         self.config, self.dtype = model.config, precision.dtype
-        self.encoder = FastEncoder(model, precision, layers=layers, whole=whole)
+        self.encoder = FastEncoder(model, precision, layers=layers, all_tokens=all_tokens)
         around = _without_blocks(model)
         self.stem = PatchStem(around, precision.dtype) if self.config.stem in ("conv", "linear") else None
         low = precision.dtype in (torch.bfloat16, torch.float16)

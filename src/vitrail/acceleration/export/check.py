@@ -26,7 +26,7 @@ class Check(NamedTuple):
 
     images: int
     logits: float
-    """Largest difference of logits (of features, if there is no head)."""
+    """Largest difference of logits (of features, if the model has no head)."""
     relative: float
     """The same, relative to the largest logit."""
     probabilities: float

@@ -101,8 +101,8 @@ def _tidy(weights: Weights, _: Hints) -> Weights:
         if name.startswith("Transformer/encoderblock/"):
             leaf = name.removeprefix("Transformer/encoderblock/")
             tidied |= {f"Transformer/encoderblock_{i}/{_renumber(leaf)}": part for i, part in enumerate(tensor)}
-        elif found := re.match(r"(Transformer/encoderblock_\d+/)(.*)", name):
-            tidied[found[1] + _renumber(found[2])] = tensor
+        elif match := re.match(r"(Transformer/encoderblock_\d+/)(.*)", name):
+            tidied[match[1] + _renumber(match[2])] = tensor
         else:
             tidied[_shift(name, -1)] = tensor
     return _place(tidied)
@@ -116,7 +116,7 @@ def _renumber(leaf: str) -> str:
 
 def _shift(name: str, by: int) -> str:
     """Shift the indices of the ResNet's stages and units by `by`."""
-    return re.sub(r"^block(\d+)/unit(\d+)/", lambda found: f"block{int(found[1]) + by}/unit{int(found[2]) + by}/", name)
+    return re.sub(r"^block(\d+)/unit(\d+)/", lambda match: f"block{int(match[1]) + by}/unit{int(match[2]) + by}/", name)
 
 
 def _place(weights: Weights) -> Weights:

@@ -39,7 +39,7 @@ def _tidy(weights: Weights, _: Hints) -> Weights:
     """Old files name the MLP's layers linear_1 and linear_2; a conv stem ends in conv_last."""
     names = {".mlp.linear_1.": ".mlp.0.", ".mlp.linear_2.": ".mlp.3.", "conv_proj.conv_last.": "conv_proj."}
     return {
-        re.sub("|".join(map(re.escape, names)), lambda found: names[found[0]], name): tensor
+        re.sub("|".join(map(re.escape, names)), lambda match: names[match[0]], name): tensor
         for name, tensor in weights.items()
     }
 

@@ -181,7 +181,7 @@ def plan(
     if _bernoulli(augmentation.erasing, generator):
         shape = crops.shape_that_fits(*size, generator, ERASED_AREA, ERASED_RATIO)
         if shape is not None:
-            top, left = (below(generator, whole - side + 1) for whole, side in zip(size, shape, strict=True))
+            top, left = (below(generator, length - side + 1) for length, side in zip(size, shape, strict=True))
             erased = Box(top, left, *shape)
         noise = below(generator, 2**53) if augmentation.erasing_fill == "noise" else None
     fill = augmentation.fill

@@ -182,8 +182,8 @@ def _region(image: Image.Image | NDArray[np.uint8], top: int, left: int, bottom:
         # Like `fromarray`, without its extra copy.
         mode = "RGB" if pixels.ndim == 3 else "L"
         return Image.frombuffer(mode, (pixels.shape[1], pixels.shape[0]), pixels, "raw", mode, 0, 1)
-    whole = (left, top, right, bottom) == (0, 0, *image.size)
-    return image if whole else image.crop((left, top, right, bottom))
+    complete = (left, top, right, bottom) == (0, 0, *image.size)
+    return image if complete else image.crop((left, top, right, bottom))
 
 
 def _extended(
@@ -194,6 +194,6 @@ def _extended(
         pixels = np.asarray(region)
         margins = [(top, size[0] - top - region.height), (left, size[1] - left - region.width), (0, 0)][: pixels.ndim]
         return Image.fromarray(np.pad(pixels, margins, mode="reflect"))
-    whole = Image.new(region.mode, size[::-1], (fill,) * len(region.getbands()))  # three times faster than np.pad
-    whole.paste(region, (left, top))
-    return whole
+    canvas = Image.new(region.mode, size[::-1], (fill,) * len(region.getbands()))  # three times faster than np.pad
+    canvas.paste(region, (left, top))
+    return canvas

@@ -172,8 +172,8 @@ def _crops(plans: Sequence[AugmentationPlan], size: tuple[int, int], packed: Pac
 
 def _line(starts: list[int], backwards: list[bool], length: int) -> NDArray[np.int64]:
     along = np.arange(length)
-    found: NDArray[np.int64] = np.where(np.array(backwards)[:, None], along[::-1], along) + np.array(starts)[:, None]
-    return found
+    indices: NDArray[np.int64] = np.where(np.array(backwards)[:, None], along[::-1], along) + np.array(starts)[:, None]
+    return indices
 
 
 def _warps(plans: Sequence[AugmentationPlan], packed: PackedArrays) -> Warps | None:

@@ -102,13 +102,13 @@ def _warp(warps: Warps, memory: Tensor, pixels: Tensor, fill: int) -> None:
 
 def _map(maps: ValueMaps, memory: Tensor, pixels: Tensor) -> None:
     """Map values through a lookup table per image and channel."""
-    at, ramp, known = maps.images.of(memory), maps.ramp.of(memory), maps.tables.of(memory)
+    at, ramp, lookup = maps.images.of(memory), maps.ramp.of(memory), maps.tables.of(memory)
     factors = maps.contrasts.of(memory)
     some = pixels.index_select(0, at)
     values = some.flatten(2).long()
-    counts = (len(known), len(factors), maps.autocontrasts, maps.equalizes)
+    counts = (len(lookup), len(factors), maps.autocontrasts, maps.equalizes)
     _, contrasts, autocontrasts, equalizes = some.split(counts)
-    tables = [known[:, None].expand(-1, pixels.shape[1], -1)]
+    tables = [lookup[:, None].expand(-1, pixels.shape[1], -1)]
     if len(contrasts):
         tables.append(_contrast(contrasts, factors, ramp))
     if len(autocontrasts):

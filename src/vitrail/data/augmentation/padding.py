@@ -67,8 +67,8 @@ def pad_plans(plans: Sequence[AugmentationPlan], capacity: OperationCapacity) ->
 
 
 def _groups(plans: Sequence[AugmentationPlan], layer: int) -> list[str]:
-    found = (operation_group(plan.operations[layer]) for plan in plans if layer < len(plan.operations))
-    return [group for group in found if group is not None]
+    groups = (operation_group(plan.operations[layer]) for plan in plans if layer < len(plan.operations))
+    return [group for group in groups if group is not None]
 
 
 def _capacity(count: int, batch: int) -> int:

@@ -92,9 +92,9 @@ class Report:
         """A one-line summary."""
         how = "" if self.decoded else f" (headers of {self.looked_at:,} read, contents of {self.compared:,} compared)"
         briefs = [finding.brief for finding in self.findings]
-        found = ", ".join(briefs[:4]) + (f", and {len(briefs) - 4} more" if len(briefs) > 4 else "")
+        problems = ", ".join(briefs[:4]) + (f", and {len(briefs) - 4} more" if len(briefs) > 4 else "")
         classes = "1 class" if len(self.classes) == 1 else f"{len(self.classes):,} classes"
-        return f"{count_images(self.images)} in {classes}{how}; {found or 'no problems found'}"
+        return f"{count_images(self.images)} in {classes}{how}; {problems or 'no problems found'}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON-compatible values."""
@@ -136,8 +136,8 @@ def check_data(
     `workers` processes decode; 0 means this process. With `cache`, images whose content has not changed since the last
     check are read but not decoded again. `faults` are those found by `open_data`.
     """
-    found = survey(_by_name(splits), workers=workers, on_progress=on_progress, cache=cache)
-    return _report(found, size, [*fault_finding(faults), *skipped_findings(find_skipped(splits[:3]))], tuple(faults))
+    surveyed = survey(_by_name(splits), workers=workers, on_progress=on_progress, cache=cache)
+    return _report(surveyed, size, [*fault_finding(faults), *skipped_findings(find_skipped(splits[:3]))], tuple(faults))
 
 
 def quick_check(splits: Splits, *, size: int = 224, most: int = QUICK_IMAGES, seconds: float = QUICK_SECONDS) -> Report:
@@ -154,20 +154,20 @@ def _by_name(splits: Splits) -> dict[str, Source]:
     return {name: source for name, source in named.items() if source is not None}
 
 
-def _report(found: Survey, size: int, others: Sequence[Finding], faults: tuple[str, ...] = ()) -> Report:
-    index, rows = SurveyIndex(found), found.rows
-    images = sum(map(len, found.sources.values()))
+def _report(surveyed: Survey, size: int, others: Sequence[Finding], faults: tuple[str, ...] = ()) -> Report:
+    index, rows = SurveyIndex(surveyed), surveyed.rows
+    images = sum(map(len, surveyed.sources.values()))
     fine = np.flatnonzero(rows["state"] == FINE)
-    known = np.flatnonzero((rows["state"] == FINE) | (rows["state"] == COMPARED))
+    hashed = np.flatnonzero((rows["state"] == FINE) | (rows["state"] == COMPARED))
     unreadable = tuple(
-        Unreadable(index.which(row), found.faults[row]) for row in sorted(found.faults, key=found.indices.item)
+        Unreadable(index.which(row), surveyed.faults[row]) for row in sorted(surveyed.faults, key=surveyed.indices.item)
     )
-    duplicates = find_duplicates(index, known)
-    counts = {name: _count_classes(source) for name, source in found.sources.items()}
+    duplicates = find_duplicates(index, hashed)
+    counts = {name: _count_classes(source) for name, source in surveyed.sources.items()}
     modes = _tally(rows["mode"][fine])
     findings = (
         *others,
-        *unreadable_finding(unreadable, found),
+        *unreadable_finding(unreadable, surveyed),
         *duplicate_findings(duplicates),
         *class_findings(counts),
         *flat_finding(index, fine),
@@ -179,8 +179,8 @@ def _report(found: Survey, size: int, others: Sequence[Finding], faults: tuple[s
         images=images,
         looked_at=int((rows["state"] != COMPARED).sum()),
         compared=len(rows),
-        decoded=found.decoded,
-        not_looked_for=_not_looked_for(found, images),
+        decoded=surveyed.decoded,
+        not_looked_for=_not_looked_for(surveyed, images),
         faults=faults,
         classes=index.classes,
         counts=counts,
@@ -197,21 +197,21 @@ def _report(found: Survey, size: int, others: Sequence[Finding], faults: tuple[s
 
 def _contents(index: SurveyIndex) -> Contents:
     """Return the digests of the training and validation images that were read."""
-    read = index.found.rows["state"] != UNREAD
+    read = index.survey.rows["state"] != UNREAD
     digests, images = [], []
     for name in ("train", "val"):
         here = index.split == index.names.index(name) if name in index.names else np.zeros(len(read), bool)
-        digests.append(np.sort(index.found.rows["content"][here & read, 0]))
-        images.append(len(index.found.sources.get(name, ())) - int((here & ~read).sum()))
+        digests.append(np.sort(index.survey.rows["content"][here & read, 0]))
+        images.append(len(index.survey.sources.get(name, ())) - int((here & ~read).sum()))
     return Contents(digests[0], digests[1], (images[0], images[1]))
 
 
-def _not_looked_for(found: Survey, images: int) -> tuple[str, ...]:
+def _not_looked_for(surveyed: Survey, images: int) -> tuple[str, ...]:
     """List the problems that a survey could not find."""
-    rest = images - len(found.rows)
+    rest = images - len(surveyed.rows)
     return (
         *(() if not rest else (f"duplicates among {rest:,} of the images",)),
-        *(() if found.decoded else ("corruption after the header of a file", "images of a single colour")),
+        *(() if surveyed.decoded else ("corruption after the header of a file", "images of a single colour")),
         "near-duplicates: the same image cropped, resized or re-encoded",
     )
 
@@ -223,8 +223,8 @@ def _count_classes(source: Source) -> dict[str, int]:
 
 def _tally(words: NDArray[np.bytes_]) -> dict[str, int]:
     """Count words, most frequent first."""
-    found, counts = np.unique(words, return_counts=True)
-    return {found[place].decode(): int(counts[place]) for place in np.argsort(-counts, kind="stable")}
+    values, counts = np.unique(words, return_counts=True)
+    return {values[place].decode(): int(counts[place]) for place in np.argsort(-counts, kind="stable")}
 
 
 def _histogram(sides: NDArray[np.int32]) -> tuple[Bin, ...]:

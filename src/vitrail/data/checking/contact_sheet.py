@@ -105,8 +105,8 @@ def _thumbnail(stored: bytes | Pixels) -> Pixels:
         pixels = pixels[:, :, :3] if channels > 2 else pixels[:, :, :1]
     shown = Image.fromarray(np.ascontiguousarray(pixels if pixels.shape[2] == 3 else pixels[:, :, 0])).convert("RGB")
     if ratio >= 2:
-        whole = int(ratio)
-        return np.asarray(shown.resize((shown.width * whole, shown.height * whole), Image.Resampling.NEAREST))
+        factor = int(ratio)
+        return np.asarray(shown.resize((shown.width * factor, shown.height * factor), Image.Resampling.NEAREST))
     size = (max(1, round(image.width * ratio)), max(1, round(image.height * ratio)))
     return np.asarray(shown.resize(size, Image.Resampling.LANCZOS))
 

@@ -73,32 +73,32 @@ class Finding:
 class SurveyIndex:
     """Maps the rows of a survey to images."""
 
-    def __init__(self, found: Survey) -> None:
-        self.found = found
-        self.names, self.sources = list(found.sources), list(found.sources.values())
+    def __init__(self, survey: Survey) -> None:
+        self.survey = survey
+        self.names, self.sources = list(survey.sources), list(survey.sources.values())
         self.starts = np.cumsum([0, *map(len, self.sources)])
-        self.split = np.searchsorted(self.starts, found.indices, side="right") - 1
+        self.split = np.searchsorted(self.starts, survey.indices, side="right") - 1
         labels = np.concatenate([np.asarray(source.labels) for source in self.sources])
-        self.label = labels[found.indices]
+        self.label = labels[survey.indices]
         self.classes = self.sources[0].classes
 
     def which(self, row: int) -> ImageRef:
         """Return the image of a row."""
         split, label = int(self.split[row]), int(self.label[row])
-        name = self.sources[split].name(int(self.found.indices[row] - self.starts[split]))
+        name = self.sources[split].name(int(self.survey.indices[row] - self.starts[split]))
         return ImageRef(name, self.names[split], self.classes[label] if label >= 0 else None)
 
 
-def find_duplicates(index: SurveyIndex, known: RowIndices) -> tuple[DuplicateGroup, ...]:
+def find_duplicates(index: SurveyIndex, hashed: RowIndices) -> tuple[DuplicateGroup, ...]:
     """Group images with the same content, among those whose content is known; the worst groups first."""
-    content = index.found.rows["content"][known]
+    content = index.survey.rows["content"][hashed]
     order = np.lexsort((content[:, 1], content[:, 0]))
     same = (content[order][1:] == content[order][:-1]).all(axis=1)
     edges = np.flatnonzero(np.diff(np.concatenate([[False], same, [False]]).astype(np.int8)))
     groups: dict[CopiesKind, list[DuplicateGroup]] = {"conflicting": [], "across": [], "within": []}
     for start, end in edges.reshape(-1, 2).tolist():
-        rows = known[order[start : end + 1]]
-        rows = rows[np.argsort(index.found.indices[rows])]
+        rows = hashed[order[start : end + 1]]
+        rows = rows[np.argsort(index.survey.indices[rows])]
         kind: CopiesKind = "within"
         if len(set(index.label[rows].tolist())) > 1:
             kind = "conflicting"
@@ -118,12 +118,12 @@ def fault_finding(faults: Sequence[str]) -> list[Finding]:
     return [Finding("faults", count, what, text, "fix the listed faults", tuple(faults), grave=True)]
 
 
-def unreadable_finding(unreadable: tuple[Unreadable, ...], found: Survey) -> list[Finding]:
+def unreadable_finding(unreadable: tuple[Unreadable, ...], survey: Survey) -> list[Finding]:
     """Report unreadable images."""
     if not unreadable:
         return []
     count = len(unreadable)
-    of = "" if found.decoded else f" of the {len(found.rows):,} checked"
+    of = "" if survey.decoded else f" of the {len(survey.rows):,} checked"
     details = tuple(f"{bad.image.name}: {bad.reason}" for bad in unreadable)
     return [
         Finding(
@@ -181,7 +181,7 @@ def class_findings(counts: dict[str, dict[str, int]]) -> list[Finding]:
 
 def flat_finding(index: SurveyIndex, fine: RowIndices) -> list[Finding]:
     """Report images of a single colour, usually all black."""
-    flat = fine[index.found.rows["flat"][fine]]
+    flat = fine[index.survey.rows["flat"][fine]]
     if not len(flat):
         return []
     count = len(flat)
@@ -203,7 +203,7 @@ def _size_advice(size: int, short: NDArray[np.int64], count: int) -> dict[Findin
 
 def size_findings(index: SurveyIndex, fine: RowIndices, size: int) -> list[Finding]:
     """Report images that are too small for a model with `size` input pixels, too large, or too elongated."""
-    rows = index.found.rows
+    rows = index.survey.rows
     width, height = rows["width"][fine].astype(np.int64), rows["height"][fine].astype(np.int64)
     short, long, least = np.minimum(width, height), np.maximum(width, height), max(TINY_SIDE, size // 4)
     kinds: tuple[tuple[FindingKind, NDArray[np.bool_], str, str], ...] = (
@@ -228,7 +228,7 @@ def mode_finding(index: SurveyIndex, fine: RowIndices, modes: dict[str, int]) ->
     if len(modes) < 2:
         return []
     usual, *others = modes
-    words = index.found.rows["mode"]
+    words = index.survey.rows["mode"]
     details = tuple(
         f"{index.which(row).name}: {words[row].decode()}" for row in fine[words[fine] != usual.encode()].tolist()
     )

@@ -23,9 +23,9 @@ ROW = np.dtype(
         ("mode", "S16"),
     ]
 )
-"""What is known about an image. `content` is a hash of the file, or of the pixels if there is no file; `flat` is set
+"""What is known about an image. `content` is a hash of the file, or of the pixels if it has no file; `flat` is set
 for an image of a single colour."""
-FINE, DAMAGED, UNREAD, PENDING, COMPARED = range(5)
+FINE, CORRUPT, UNREAD, PENDING, COMPARED = range(5)
 """States: decodable, or at least with a valid header; read but not decodable; not readable; not checked yet; content
 hashed but not checked."""
 IN_MEMORY = b"array"
@@ -45,7 +45,7 @@ class PreviousSurvey(NamedTuple):
         while at < len(self.contents) and self.contents[at, 0] == content[0]:
             if self.contents[at, 1] == content[1]:
                 row = self.rows[at].item()
-                return row, self.faults.get(at, "it cannot be decoded") if row[0] == DAMAGED else None
+                return row, self.faults.get(at, "it cannot be decoded") if row[0] == CORRUPT else None
             at += 1
         return None
 
@@ -73,7 +73,7 @@ def load_survey(path: Path) -> PreviousSurvey:
 def save_survey(path: Path, rows: SurveyRows, faults: Mapping[int, str], previous: PreviousSurvey) -> None:
     """Save rows for `load_survey`, unless all are saved already; unreadable files have no content and are not saved."""
     states = rows["state"]
-    kept = ((states == FINE) | (states == DAMAGED)) & (rows["format"] != IN_MEMORY)
+    kept = ((states == FINE) | (states == CORRUPT)) & (rows["format"] != IN_MEMORY)
     chosen = rows[kept]
     if not len(chosen) or ((states == PENDING).any() and len(chosen) <= len(previous.rows)):  # stopped early
         return

@@ -30,24 +30,24 @@ def find_skipped(sources: Iterable[Source | None], *, most: int | None = None) -
 
     Shards may hold several of them for each image.
     """
-    found = UnusedFiles([], [], [])
+    unused = UnusedFiles([], [], [])
     looked = unlisted = 0
-    for whole in _wholes(sources):
-        if isinstance(whole, Folder):
-            found.outside.extend(whole.outside())
-        there = len(whole.listing.others if isinstance(whole, Folder) else whole.index.others)
+    for base in _bases(sources):
+        if isinstance(base, Folder):
+            unused.outside.extend(base.outside())
+        there = len(base.listing.others if isinstance(base, Folder) else base.index.others)
         taken = there if most is None else min(there, most - looked)
         looked, unlisted = looked + taken, unlisted + there - taken
-        for file in islice(whole.skipped(), taken):
+        for file in islice(base.skipped(), taken):
             kind = kind_of_skipped(file)
             if kind is not None:
-                found.misnamed.append(f"{file.name}: a {kind}; rename it to {_renamed(file, kind)}")
+                unused.misnamed.append(f"{file.name}: a {kind}; rename it to {_renamed(file, kind)}")
             else:
-                found.others.append(file.name)
-    return found._replace(unlisted=unlisted)
+                unused.others.append(file.name)
+    return unused._replace(unlisted=unlisted)
 
 
-def _wholes(sources: Iterable[Source | None]) -> Iterator[Folder | Shards]:
+def _bases(sources: Iterable[Source | None]) -> Iterator[Folder | Shards]:
     """Yield every folder and set of shards that sources come from, once."""
     seen: set[int] = set()
     waiting: list[object] = list(sources)
@@ -58,7 +58,7 @@ def _wholes(sources: Iterable[Source | None]) -> Iterator[Folder | Shards]:
                 seen.add(id(source))
                 yield source
         else:
-            waiting += [getattr(source, "whole", None)] if hasattr(source, "whole") else getattr(source, "sources", ())
+            waiting += [getattr(source, "base", None)] if hasattr(source, "base") else getattr(source, "sources", ())
 
 
 def kind_of_skipped(file: SkippedFile) -> str | None:
@@ -66,32 +66,32 @@ def kind_of_skipped(file: SkippedFile) -> str | None:
     return None if file.size == 0 else sniff_file(file.path, file.start or 0, HEAD if file.size is None else file.size)
 
 
-def skipped_findings(found: UnusedFiles) -> list[Finding]:
+def skipped_findings(unused: UnusedFiles) -> list[Finding]:
     """Report unused files, and what to do about those that should be used."""
     findings = []
-    if count := len(found.misnamed):
+    if count := len(unused.misnamed):
         text = (
             f"{_files(count)} {'is an image' if count == 1 else 'are images'} by content but not by name, "
             f"and {'is' if count == 1 else 'are'} not used"
         )
-        lines = tuple(found.misnamed)
+        lines = tuple(unused.misnamed)
         advice = f"give {'it' if count == 1 else 'each'} the suffix of its content"
         findings.append(Finding("misnamed", count, f"{_files(count)} misnamed", text, advice, lines, grave=True))
-    if count := len(found.outside):
+    if count := len(unused.outside):
         images, are = ("image is", "is") if count == 1 else ("images are", "are")
         text = f"{count:,} {images} outside of class folders and {are} not used"
         advice = f"move {them(count)} into the {'folder of its class' if count == 1 else 'folders of their classes'}"
-        lines = tuple(found.outside)
+        lines = tuple(unused.outside)
         findings.append(
             Finding("outside", count, f"{count:,} outside of class folders", text, advice, lines, grave=True)
         )
-    if count := len(found.others) + found.unlisted:
+    if count := len(unused.others) + unused.unlisted:
         text = f"{_files(count)} {'was' if count == 1 else 'were'} skipped: no image suffix"
         endings = ", ".join(f".{ending}" for ending in ENDINGS.values())
         advice = (
             f"nothing, unless {'it is an image' if count == 1 else 'they are images'}: image files end in {endings}"
         )
-        findings.append(Finding("skipped", count, f"{_files(count)} skipped", text, advice, tuple(found.others)))
+        findings.append(Finding("skipped", count, f"{_files(count)} skipped", text, advice, tuple(unused.others)))
     return findings
 
 

@@ -44,7 +44,7 @@ class Speed:
     reading: float
     decoding: float
     """As in training: a JPEG at the smallest scale that still covers the crop."""
-    decoding_whole: float
+    decoding_full_size: float
     """As in evaluation."""
     augmenting: float
 
@@ -96,7 +96,9 @@ def measure_speed(
     times: list[tuple[float, ...]] = []
     for position, index in enumerate([chosen[0], *chosen]):  # the first one twice: its first run is a warm-up
         try:
-            taken = _time_one(source, index, size, augmentation, draws(seed, position), whole_first=position % 2 == 0)
+            taken = _time_one(
+                source, index, size, augmentation, draws(seed, position), full_size_first=position % 2 == 0
+            )
         except Exception:  # unreadable images are not part of the sample; `check_data` reports them
             continue
         if position:
@@ -107,8 +109,8 @@ def measure_speed(
             break
     if not times:
         return None
-    reading, decoding, decoding_whole, augmenting = (1000 * np.mean(times, axis=0)).tolist()
-    return Speed(len(times), reading, decoding, decoding_whole, augmenting)
+    reading, decoding, decoding_full_size, augmenting = (1000 * np.mean(times, axis=0)).tolist()
+    return Speed(len(times), reading, decoding, decoding_full_size, augmenting)
 
 
 def available_cores() -> int:
@@ -123,7 +125,7 @@ def _time_one(
     augmentation: Augmentation,
     generator: np.random.Generator,
     *,
-    whole_first: bool,
+    full_size_first: bool,
 ) -> tuple[float, float, float, float]:
     """Return the seconds for reading, decoding for training, full decoding and augmenting.
 
@@ -133,7 +135,7 @@ def _time_one(
     stored = source.read(index)
     reading = perf_counter() - start
     channels = stored_format(stored).channels
-    whole = _time_whole(stored, channels) if whole_first else 0.0
+    full_size = _time_full_size(stored, channels) if full_size_first else 0.0
 
     start = perf_counter()
     image = open_image(stored)
@@ -149,11 +151,11 @@ def _time_one(
     augment.apply(plan, pixels, size)
     applied = perf_counter()
 
-    whole = whole or _time_whole(stored, channels)
-    return reading, (opened - start) + (decoded - planned), whole, (planned - opened) + (applied - decoded)
+    full_size = full_size or _time_full_size(stored, channels)
+    return reading, (opened - start) + (decoded - planned), full_size, (planned - opened) + (applied - decoded)
 
 
-def _time_whole(stored: bytes | Pixels, channels: int) -> float:
+def _time_full_size(stored: bytes | Pixels, channels: int) -> float:
     start = perf_counter()
     open_image(stored).pixels(channels)
     return perf_counter() - start

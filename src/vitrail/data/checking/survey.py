@@ -26,7 +26,7 @@ from PIL import Image
 from vitrail._version import __version__
 from vitrail.data.checking.rows import (
     COMPARED,
-    DAMAGED,
+    CORRUPT,
     FINE,
     IN_MEMORY,
     NO_PREVIOUS_SURVEY,
@@ -104,15 +104,15 @@ def stored_format(stored: bytes | Pixels) -> StoredFormat:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(stored)) as image:
-                found, mode, transparent = str(image.format), image.mode, "transparency" in image.info
+                container, mode, transparent = str(image.format), image.mode, "transparency" in image.info
     except (OSError, ValueError, SyntaxError):  # another decoder may still read it
         return StoredFormat("unknown", "unknown", 3)
     # Pillow calls a 16-bit colour PNG "RGB"; the header has the bit depth.
-    if mode.startswith("I") or (found == "PNG" and stored[24:25] == b"\x10"):
-        return StoredFormat(found, "16-bit", 3)
+    if mode.startswith("I") or (container == "PNG" and stored[24:25] == b"\x10"):
+        return StoredFormat(container, "16-bit", 3)
     if transparent or mode.lower() in ("la", "pa", "rgba"):
-        return StoredFormat(found, "alpha", 3)
-    return StoredFormat(found, _MODES.get(mode, mode), 3)
+        return StoredFormat(container, "alpha", 3)
+    return StoredFormat(container, _MODES.get(mode, mode), 3)
 
 
 def survey(
@@ -125,22 +125,22 @@ def survey(
 ) -> Survey:
     """Decode every image, or those at the given indices, with `workers` processes; 0 means this process."""
     indices = np.arange(sum(map(len, sources.values()))) if indices is None else indices
-    found = Survey(dict(sources), indices, np.zeros(len(indices), ROW), {}, decoded=True)
-    found.rows["state"] = PENDING
-    path = _file_of(found) if cache and len(indices) else None
+    result = Survey(dict(sources), indices, np.zeros(len(indices), ROW), {}, decoded=True)
+    result.rows["state"] = PENDING
+    path = _file_of(result) if cache and len(indices) else None
     previous = NO_PREVIOUS_SURVEY if path is None else load_survey(path)
     done = 0
     try:
-        for chunk, (rows, faults) in _inspect_all(found, previous, workers):
-            found.rows[chunk] = rows
-            found.faults.update({int(chunk[place]): reason for place, reason in faults.items()})
+        for chunk, (rows, faults) in _inspect_all(result, previous, workers):
+            result.rows[chunk] = rows
+            result.faults.update({int(chunk[place]): reason for place, reason in faults.items()})
             done += len(chunk)
             if on_progress is not None:
                 on_progress(done, len(indices))
     finally:  # also keeps what was done before Ctrl-C
         if path is not None:
-            save_survey(path, found.rows, found.faults, previous)
-    return found
+            save_survey(path, result.rows, result.faults, previous)
+    return result
 
 
 def survey_headers(
@@ -171,13 +171,13 @@ _worker_previous: list[PreviousSurvey] = []
 """In a worker process, the sources and the previous survey: passed once, not with every chunk."""
 
 
-def _inspect_all(found: Survey, previous: PreviousSurvey, workers: int) -> Iterator[tuple[_Chunk, _Inspected]]:
+def _inspect_all(survey: Survey, previous: PreviousSurvey, workers: int) -> Iterator[tuple[_Chunk, _Inspected]]:
     """Inspect all images, chunk by chunk and in order."""
-    sources = list(found.sources.values())
-    count = len(found.indices)
+    sources = list(survey.sources.values())
+    count = len(survey.indices)
     chunks = [np.arange(start, min(start + CHUNK, count)) for start in range(0, count, CHUNK)]
     if min(workers, len(chunks)) < 2:
-        yield from ((chunk, _inspect_chunk(sources, found.indices[chunk], previous)) for chunk in chunks)
+        yield from ((chunk, _inspect_chunk(sources, survey.indices[chunk], previous)) for chunk in chunks)
         return
     workers = min(workers, len(chunks))
     waiting: deque[tuple[_Chunk, Future[_Inspected]]] = deque()
@@ -185,7 +185,7 @@ def _inspect_all(found: Survey, previous: PreviousSurvey, workers: int) -> Itera
     try:
         for chunk in chunks:
             with _interrupts_blocked():
-                waiting.append((chunk, pool.submit(_inspect_in_worker, found.indices[chunk])))
+                waiting.append((chunk, pool.submit(_inspect_in_worker, survey.indices[chunk])))
             if len(waiting) > 3 * workers:
                 first, future = waiting.popleft()
                 yield first, future.result()
@@ -265,7 +265,7 @@ def _inspect(
         return (UNREAD, 0, 0, size, content, False, b"", b""), "not enough memory to decode it"
     except Exception as error:  # a check continues, whatever a corrupt file does to a decoder
         reason = " ".join(f"the decoder failed with {type(error).__name__}: {error}".split())[:200]
-    state = FINE if reason is None else DAMAGED
+    state = FINE if reason is None else CORRUPT
     return (state, width, height, size, content, flat, kind.format[:8].encode(), kind.mode[:16].encode()), reason
 
 
@@ -280,10 +280,10 @@ def _is_flat(pixels: Pixels) -> bool:
 # ── the cache ──
 
 
-def _file_of(found: Survey) -> Path:
+def _file_of(survey: Survey) -> Path:
     """Return the cache file: by the folder of the images, which stays the same when images are added."""
-    sources = list(found.sources.values())
-    names = (source.name(number) for source, number in (_place(sources, index) for index in found.indices.tolist()))
+    sources = list(survey.sources.values())
+    names = (source.name(number) for source, number in (_place(sources, index) for index in survey.indices.tolist()))
     first = last = next(names)
     for name in names:
         first, last = min(first, name), max(last, name)

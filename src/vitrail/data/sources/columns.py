@@ -42,25 +42,25 @@ class ManifestRow(NamedTuple):
 
 
 def choose_columns(
-    place: str, found: Sequence[str], *, unlabelled: bool, images: Sequence[str] = IMAGE_COLUMNS
+    place: str, header: Sequence[str], *, unlabelled: bool, images: Sequence[str] = IMAGE_COLUMNS
 ) -> Columns:
     """Identify the columns by name, ignoring case."""
     by_name: dict[str, str] = {}
-    for column in found:
+    for column in header:
         by_name.setdefault(column.strip().lower(), column)
 
     def first(names: Sequence[str]) -> str | None:
         return next((by_name[name] for name in names if name in by_name), None)
 
     image, label = first(images), first(LABEL_COLUMNS)
-    columns = ", ".join(repr(column) for column in found[:20]) or "none"
+    columns = ", ".join(repr(column) for column in header[:20]) or "none"
     if image is None and any(
-        column.strip().lower().rpartition(".")[2] in SUFFIXES for column in found if "." in column
+        column.strip().lower().rpartition(".")[2] in SUFFIXES for column in header if "." in column
     ):
         raise DataError(
             f"{shown(place)} starts with a file name, not with a header; add a first line such as path,label"
         )
-    if image is None and len(found) == 1 and "|" in found[0]:
+    if image is None and len(header) == 1 and "|" in header[0]:
         raise DataError(f"{shown(place)} separates fields by '|'; use commas, semicolons or tabs")
     if image is None:
         raise DataError(

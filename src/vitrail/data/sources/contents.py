@@ -57,13 +57,13 @@ def content_hash(stored: bytes | Pixels) -> tuple[int, int]:
 
 def digests_of(source: Source) -> Digests:
     """Read and digest every image of a source; unreadable images are skipped."""
-    found = []
+    digests = []
     for index in range(len(source)):
         try:
-            found.append(content_hash(source.read(index))[0])
+            digests.append(content_hash(source.read(index))[0])
         except DataError:
             continue
-    return np.array(found, np.uint64)
+    return np.array(digests, np.uint64)
 
 
 def recorded_contents(bundle: Path | None) -> Contents | None:
@@ -71,7 +71,7 @@ def recorded_contents(bundle: Path | None) -> Contents | None:
     if bundle is None:
         return None
     place = bundle.absolute()
-    return next((found for folder in (place, place.parent) if (found := _read(folder)) is not None), None)
+    return next((contents for folder in (place, place.parent) if (contents := _read(folder)) is not None), None)
 
 
 def _read(folder: Path) -> Contents | None:
@@ -86,7 +86,7 @@ def _read(folder: Path) -> Contents | None:
 
 def carry_contents(run: Path, folder: Path) -> None:
     """Copy the digests of a run into a bundle, unless there are too many."""
-    found = _read(run)
-    if found is not None and len(found.train) + len(found.val) <= MOST_IN_BUNDLE:
+    contents = _read(run)
+    if contents is not None and len(contents.train) + len(contents.val) <= MOST_IN_BUNDLE:
         with suppress(OSError):
             shutil.copyfile(run / CONTENTS, folder / CONTENTS)

@@ -11,13 +11,13 @@ MAX_LISTED = 10
 """Number of faults in an error message; `vitrail check` lists them all."""
 
 
-def report_faults(found: Sequence[str], place: str, faults: Faults | None, *, listed: int = MAX_LISTED) -> None:
+def report_faults(messages: Sequence[str], place: str, faults: Faults | None, *, listed: int = MAX_LISTED) -> None:
     """Add faults to the caller's list, or raise one error that names the first `listed` of them."""
     if faults is not None:
-        faults.extend(found)
-    elif len(found) == 1:
-        raise DataError(found[0])
-    elif found:
-        texts = ". ".join(f"({number}) {text}" for number, text in enumerate(found[:listed], start=1))
-        more = f". Run `vitrail check` to list {len(found) - listed:,} more" if len(found) > listed else ""
-        raise DataError(f"{place} has {len(found):,} faults: {texts}{more}")
+        faults.extend(messages)
+    elif len(messages) == 1:
+        raise DataError(messages[0])
+    elif messages:
+        texts = ". ".join(f"({number}) {text}" for number, text in enumerate(messages[:listed], start=1))
+        more = f". Run `vitrail check` to list {len(messages) - listed:,} more" if len(messages) > listed else ""
+        raise DataError(f"{place} has {len(messages):,} faults: {texts}{more}")

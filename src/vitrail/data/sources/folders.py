@@ -86,11 +86,11 @@ def open_folder(
     labels = number_of_folder[listing.folder_of]
     filled = np.bincount(labels[labels >= 0], minlength=len(class_folders)) > 0
     _check_any(root, listing, class_folders, int((labels < 0).sum()), unlabelled=unlabelled)
-    found = list(listing.faults)
+    messages = list(listing.faults)
     if not unlabelled:
-        found += _empty_classes(root, listing, class_folders, filled, number_of_folder)
-    found += [text for folder in class_folders for text in _wrong_name(root, folder)]
-    report_faults(found, shown(root), faults)
+        messages += _empty_classes(root, listing, class_folders, filled, number_of_folder)
+    messages += [text for folder in class_folders for text in _wrong_name(root, folder)]
+    report_faults(messages, shown(root), faults)
     classes = tuple(
         folder.decode("utf-8", "backslashreplace") for folder, some in zip(class_folders, filled, strict=True) if some
     )

@@ -57,11 +57,11 @@ def check_classes(images: Mapping[str, int], place: str, remedy: str) -> None:
         return
     for joint in JOINTS:
         joined = {text: _pieces(text, joint) for text in images if joint in text}
-        found = _several(joined, images, certain=joint == "|")
-        if found is not None:
+        advice = _several(joined, images, certain=joint == "|")
+        if advice is not None:
             raise DataError(
-                f"{place} has labels that look like several joined by {joint!r}, such as {_short(found)}; several "
-                f"labels per image are not supported yet: keep one label per image, or, if {_short(found)} is the "
+                f"{place} has labels that look like several joined by {joint!r}, such as {_short(advice)}; several "
+                f"labels per image are not supported yet: keep one label per image, or, if {_short(advice)} is the "
                 f"name of one class, {remedy}"
             )
 
@@ -99,15 +99,15 @@ def _several(joined: Mapping[str, Sequence[str]], labels: Mapping[str, int], *, 
 
 
 def order_classes(
-    found: Sequence[str], names: Sequence[str] | None = None, *, place: str
+    labels: Sequence[str], names: Sequence[str] | None = None, *, place: str
 ) -> tuple[tuple[str, ...], Labels]:
     """Sort classes: return their names and the class index of each entry of `found`, with -1 for index -1.
 
     Integers are sorted numerically, everything else as text. With `names`, integers are indices into that list.
     """
     if names is None:
-        whole = all(_WHOLE_NUMBER.fullmatch(text) for text in found)
-        names = sorted(found, key=int) if whole else sorted(found)
+        integers = all(_WHOLE_NUMBER.fullmatch(text) for text in labels)
+        names = sorted(labels, key=int) if integers else sorted(labels)
         numbers = {name: number for number, name in enumerate(names)}
     else:
         numbers = {name: number for number, name in enumerate(names)}
@@ -115,9 +115,9 @@ def order_classes(
             twice = next(name for number, name in enumerate(names) if numbers[name] != number)
             raise DataError(f"{place} has two classes named {twice!r}; use unique names")
         numbers |= {str(number): number for number in range(len(names))}
-    unknown = next((text for text in found if text not in numbers), None)
+    unknown = next((text for text in labels if text not in numbers), None)
     if unknown is not None:
         raise DataError(
             f"{place} has the label {unknown!r}, which is not one of its {len(names)} classes; correct the label"
         )
-    return tuple(names), np.array([*(numbers[text] for text in found), -1], np.int64)
+    return tuple(names), np.array([*(numbers[text] for text in labels), -1], np.int64)

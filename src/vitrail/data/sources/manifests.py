@@ -225,10 +225,10 @@ def _header(place: str) -> tuple[str, list[str]]:
             headers[delimiter] = next(_csv_lines(place, csv.reader(file, delimiter=delimiter)), [])
     names = {*IMAGE_COLUMNS, *LABEL_COLUMNS, "split"}
 
-    def known(delimiter: str) -> int:
+    def known_columns(delimiter: str) -> int:
         return sum(column.strip().lower() in names for column in headers[delimiter])
 
-    chosen = max(DELIMITERS, key=known)  # on ties the first: a comma
+    chosen = max(DELIMITERS, key=known_columns)  # on ties the first: a comma
     return chosen, headers[chosen]
 
 
@@ -243,11 +243,11 @@ def _csv_rows(place: str, delimiter: str, header: list[str], columns: Columns) -
             if not fields:
                 continue  # an empty line
             if len(fields) != len(header):
-                found = "1 field" if len(fields) == 1 else f"{len(fields)} fields"
+                actual = "1 field" if len(fields) == 1 else f"{len(fields)} fields"
                 yield _faulty(
                     reader.line_num,
-                    f"{shown(place)}, line {reader.line_num} has {found}, but the header has {len(header)}; put fields "
-                    f"with {name} in quotes",
+                    f"{shown(place)}, line {reader.line_num} has {actual}, but the header has {len(header)}; put "
+                    f"fields with {name} in quotes",
                 )
                 continue
             yield ManifestRow(reader.line_num, *(None if at is None else fields[at] for at in places))
@@ -263,10 +263,10 @@ def _csv_lines(place: str, reader: Iterator[list[str]]) -> Iterator[list[str]]:
 def read_jsonl(place: str, unlabelled: bool) -> tuple[Columns, Iterator[ManifestRow]]:
     """Return the columns and rows of a file with one JSON object per line."""
     lines = [fields for _, fields in itertools.islice(_json_lines(place), 1)]
-    found = next((fields for _, fields in _json_lines(place) if isinstance(fields, dict)), None)
-    if found is None:
+    first = next((fields for _, fields in _json_lines(place) if isinstance(fields, dict)), None)
+    if first is None:
         raise DataError(str(lines[0]) if lines else f"{shown(place)} lists no images; add one line per image")
-    columns = choose_columns(place, list(found), unlabelled=unlabelled)
+    columns = choose_columns(place, list(first), unlabelled=unlabelled)
     return columns, _json_rows(place, columns)
 
 

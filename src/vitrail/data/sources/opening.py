@@ -40,29 +40,29 @@ _SHARD_OF_SPLIT = re.compile(r"(" + "|".join(SPLITS) + r")(?![a-z])", re.IGNOREC
 class Renumbered:
     """A source whose class indices are those of another source, so that one model fits both."""
 
-    whole: Source
+    base: Source
     classes: tuple[str, ...]
     labels: Labels
 
     def __len__(self) -> int:
         """Return the number of images."""
-        return len(self.whole)
+        return len(self.base)
 
     def key(self, index: int) -> str:
         """Return the key of an image."""
-        return self.whole.key(index) if isinstance(self.whole, Keyed) else self.whole.name(index)
+        return self.base.key(index) if isinstance(self.base, Keyed) else self.base.name(index)
 
     def name(self, index: int) -> str:
         """Return a readable name of an image."""
-        return self.whole.name(index)
+        return self.base.name(index)
 
     def read(self, index: int) -> bytes | Pixels:
         """Return an image as it is stored."""
-        return self.whole.read(index)
+        return self.base.read(index)
 
     def stamp(self, index: int) -> tuple[int, int]:
         """Return two numbers that change when the stored image does."""
-        return self.whole.stamp(index)
+        return self.base.stamp(index)
 
 
 def open_data(
@@ -89,8 +89,8 @@ def open_data(
     for name in named.keys() - {"train"}:
         strange = strange_classes(named[name], train, f"the {name} split of {shown(place)}")
         if strange and faults is not None:
-            known = np.isin(np.array(named[name].classes)[named[name].labels], np.array(train.classes))
-            named[name] = split_of(named[name], np.flatnonzero(known))
+            labelled = np.isin(np.array(named[name].classes)[named[name].labels], np.array(train.classes))
+            named[name] = split_of(named[name], np.flatnonzero(labelled))
         wrong += strange
     if faults is None:
         report_faults(wrong, shown(place), None)
@@ -117,8 +117,8 @@ def _too_few_classes(place: str, train: Source) -> list[str]:
     present = np.unique(train.labels)
     if len(present) > 1:
         return []
-    found = f"only one class, {train.classes[present[0]]!r}" if len(present) else "no images to train on"
-    return [f"{shown(place)} has {found}; training needs at least two classes"]
+    actual = f"only one class, {train.classes[present[0]]!r}" if len(present) else "no images to train on"
+    return [f"{shown(place)} has {actual}; training needs at least two classes"]
 
 
 def open_source(place: str | os.PathLike[str], *, on_progress: Progress | None = None) -> Source:
@@ -130,8 +130,8 @@ def open_source(place: str | os.PathLike[str], *, on_progress: Progress | None =
         return _one(place, _group_shards(_existing_shards(place)), on_progress)
     if os.path.isdir(place):
         inside = _look_into(place)
-        if found := _split_folders(place, inside.folders):
-            splits = ", ".join(sorted(os.path.basename(folder) for folder in found.values()))
+        if folders := _split_folders(place, inside.folders):
+            splits = ", ".join(sorted(os.path.basename(folder) for folder in folders.values()))
             raise DataError(f"{shown(place)} has the splits {splits}; give the folder of one of them")
         if inside.shards:
             return _one(place, _group_shards(inside.shards), on_progress)
@@ -159,8 +159,8 @@ def _open_splits(place: str, faults: Faults | None, on_progress: Progress | None
         return _open_shards_of_splits(place, _existing_shards(place), faults, on_progress)
     if os.path.isdir(place):
         inside = _look_into(place)
-        if found := _split_folders(place, inside.folders):
-            return {name: _open_split(folder, faults, on_progress) for name, folder in found.items()}
+        if splits := _split_folders(place, inside.folders):
+            return {name: _open_split(folder, faults, on_progress) for name, folder in splits.items()}
         if inside.shards:
             return _open_shards_of_splits(place, inside.shards, faults, on_progress)
         return {"train": open_folder(place, faults=faults, on_progress=on_progress)}
@@ -238,24 +238,24 @@ def _look_into(place: str) -> _Inside:
 
 def _split_folders(place: str, folders: list[str]) -> dict[str, str]:
     """Return the folders of the splits, if there are any: train with another split, or train alone."""
-    found: dict[str, str] = {}
+    splits: dict[str, str] = {}
     for folder in folders:
         split = SPLITS.get(os.path.basename(folder).lower())
-        if split is not None and split in found:
-            both = f"{shown(os.path.basename(found[split]))}/ and {shown(os.path.basename(folder))}/"
+        if split is not None and split in splits:
+            both = f"{shown(os.path.basename(splits[split]))}/ and {shown(os.path.basename(folder))}/"
             raise DataError(f"{shown(place)} has {both}, which are the same split; keep one")
         if split is not None:
-            found[split] = folder
-    if "train" not in found or (len(found) == 1 and len(folders) > 1):
+            splits[split] = folder
+    if "train" not in splits or (len(splits) == 1 and len(folders) > 1):
         return {}
-    beside = [folder for folder in folders if folder not in found.values() and _holds_images(folder)]
-    others = [shown(os.path.basename(folder)) for folder in beside]
+    ignored = [folder for folder in folders if folder not in splits.values() and _holds_images(folder)]
+    others = [shown(os.path.basename(folder)) for folder in ignored]
     if others:
         raise DataError(
-            f"{shown(place)} has the splits {', '.join(found)}, but also images in {', '.join(others)}, which would be "
-            f"ignored; move them away, or into one of the splits"
+            f"{shown(place)} has the splits {', '.join(splits)}, but also images in {', '.join(others)}, which would "
+            f"be ignored; move them away, or into one of the splits"
         )
-    return found
+    return splits
 
 
 def _holds_images(folder: str) -> bool:

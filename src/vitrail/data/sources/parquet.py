@@ -170,7 +170,7 @@ def _columns(place: str, arrow: Any, file: Any, unlabelled: bool) -> Columns:
     # Bytes before paths: if a file has both, the paths are the origin of the bytes.
     names = file.schema_arrow.names
     binary = [name for name in names if _bytes_column(arrow, file, name) is not None]
-    preferred = sorted(IMAGE_COLUMNS, key=lambda name: not any(name == found.strip().lower() for found in binary))
+    preferred = sorted(IMAGE_COLUMNS, key=lambda name: not any(name == column.strip().lower() for column in binary))
     return choose_columns(place, names, unlabelled=unlabelled, images=preferred)
 
 

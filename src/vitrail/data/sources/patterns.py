@@ -23,15 +23,15 @@ def expand_pattern(pattern: str) -> list[str]:
     paths: list[str] = []
     for numbers in product(*ranges):
         filled = "".join(text + number for text, number in zip(pieces[::3], [*numbers, ""], strict=True))
-        found = sorted(glob.glob(filled)) if glob.has_magic(filled) else [filled] if os.path.exists(filled) else []
-        if not found:
+        matches = sorted(glob.glob(filled)) if glob.has_magic(filled) else [filled] if os.path.exists(filled) else []
+        if not matches:
             what = (
                 f"{shown(filled)}, which is part of {shown(pattern)},"
                 if ranges
                 else f"a file that matches {shown(pattern)}"
             )
             raise DataError(f"{what} does not exist; correct the pattern")
-        paths += found
+        paths += matches
     kind = ".parquet" if paths[0].lower().endswith(".parquet") else ".tar"
     wrong = next((path for path in paths if not path.lower().endswith(kind)), None)
     if wrong is not None:

@@ -88,13 +88,13 @@ def choose_images(
     if split is not None and split not in CHOICES:
         raise ConfigError(f"unknown split {split!r}; choose {', '.join(CHOICES)}")
     place = place_of(place)
-    whole, own = _open(place, on_progress)
+    everything, own = _open(place, on_progress)
     if split is None:
         split = next((name for name in ("test", "val") if name in own), None)
     if split is None:
-        return _recorded_test(place, record, on_progress) or Selection(whole, "all", False)
+        return _recorded_test(place, record, on_progress) or Selection(everything, "all", False)
     if split == "all":
-        return Selection(whole, "all", False)
+        return Selection(everything, "all", False)
     # If a run drew its validation split from train, only the record knows what it trained on.
     if split in own and not (split == "train" and record is not None):
         return Selection(own[split], split, split != "train")
@@ -142,8 +142,8 @@ def seen_in_training(
     selected, trained = (int(np.isin(digests, split).sum()) for split in (contents.val, contents.train))
     if contents.complete:
         return SeenInTraining(selected, trained, CONTENT)
-    known, of = len(contents.train) + len(contents.val), sum(contents.images)
-    split = f"the content of {known:,} of {of:,}"
+    hashed, of = len(contents.train) + len(contents.val), sum(contents.images)
+    split = f"the content of {hashed:,} of {of:,}"
     compared = split if record is None else f"name and {split}"
     return SeenInTraining(max(selected, by_name.selected_on), max(trained, by_name.trained_on), compared)
 
@@ -156,8 +156,8 @@ def _seen_by_name(source: Source, record: Mapping[str, Any]) -> SeenInTraining:
     if keys <= test:  # val and test folders may contain files of the same names
         return SeenInTraining(compared_by="name")
     # Names of training images are not recorded; if all val and test images are present, the rest are training images.
-    whole = bool(val | test) and (val | test) <= keys
-    trained = min(len(keys - val - test), _trained_on(record)) if whole else 0
+    complete = bool(val | test) and (val | test) <= keys
+    trained = min(len(keys - val - test), _trained_on(record)) if complete else 0
     return SeenInTraining(len(keys & val), trained, "name")
 
 
@@ -257,10 +257,10 @@ def _check_names(present: list[str], names: tuple[str, ...]) -> None:
     """Raise unless the model has exactly one class of each name."""
     if strange := [name for name in present if name not in names]:
         more = f" (and {len(strange) - 1:,} more)" if len(strange) > 1 else ""
-        known = ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
+        listed = ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
         raise DataError(
             f"the data has the class {strange[0]!r}{more}, which the model does not have; its {len(names):,} classes "
-            f"are {known}{suggest(strange[0], names)}"
+            f"are {listed}{suggest(strange[0], names)}"
         )
     if twice := [name for name in present if names.count(name) > 1]:
         raise DataError(f"the model has several classes named {twice[0]!r}; match the classes by index")

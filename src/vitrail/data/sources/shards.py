@@ -33,7 +33,7 @@ LABEL_SUFFIXES = (b"cls", b"json", b"txt")
 """Suffixes of label files; the first one that a key has is used."""
 _IMAGES = frozenset(suffix.encode() for suffix in SUFFIXES)
 _INDEX = (
-    "stamps", "shard_of", "starts", "sizes", "names", "name_ends", "codes", "found", "others", "other_ends",
+    "stamps", "shard_of", "starts", "sizes", "names", "name_ends", "codes", "label_names", "others", "other_ends",
     "other_places",
 )  # fmt: skip
 _WHOLE_NUMBER = re.compile(rb"\s*[+-]?[0-9]{1,18}\s*")
@@ -50,8 +50,8 @@ class ShardIndex:
     sizes: NDArray[np.int64]
     names: Names
     codes: NDArray[np.int64]
-    """For every image, the index of its label in `found`, or -1."""
-    found: list[str]
+    """For every image, the index of its label in `label_names`, or -1."""
+    label_names: list[str]
     others: Names
     """Unused files."""
     other_places: NDArray[np.int64]
@@ -136,10 +136,10 @@ def open_shards(paths: Sequence[str], *, unlabelled: bool = False, on_progress: 
         )
     names = _read_classes(paths[0])
     if names is None and not unlabelled:
-        counts = np.bincount(index.codes[index.codes >= 0], minlength=len(index.found)).tolist()
-        images = dict(zip(index.found, counts, strict=True))
+        counts = np.bincount(index.codes[index.codes >= 0], minlength=len(index.label_names)).tolist()
+        images = dict(zip(index.label_names, counts, strict=True))
         check_classes(images, shown_paths, f"list the classes in {CLASSES_FILE} next to the shards")
-    classes, lookup = order_classes(index.found, names, place=shown_paths)
+    classes, lookup = order_classes(index.label_names, names, place=shown_paths)
     source = Shards(tuple(paths), index, classes, lookup[index.codes])
     if not unlabelled and (source.labels < 0).any():
         which = source.name(int(np.argmax(source.labels < 0)))
@@ -168,19 +168,19 @@ def index_shards(paths: Sequence[str], *, on_progress: Progress | None = None) -
     arrays = load_index(place, _INDEX)
     if arrays is not None and np.array_equal(arrays["stamps"], stamps):
         names = Names(arrays["names"], arrays["name_ends"])
-        found = json.loads(arrays["found"].tobytes())
+        labels = json.loads(arrays["label_names"].tobytes())
         if on_progress is not None:
             on_progress(len(names))
         others = Names(arrays["others"], arrays["other_ends"])
         places = (arrays["shard_of"], arrays["starts"], arrays["sizes"])
-        return ShardIndex(stamps, *places, names, arrays["codes"], found, others, arrays["other_places"])
+        return ShardIndex(stamps, *places, names, arrays["codes"], labels, others, arrays["other_places"])
     began = now_ns()
     index = _index(paths, stamps, on_progress)
     if settled(stamps[:, 1], began):
-        found_json = np.frombuffer(json.dumps(index.found).encode(), np.uint8)
+        labels_json = np.frombuffer(json.dumps(index.label_names).encode(), np.uint8)
         names, others = index.names, index.others
         values = (
-            stamps, index.shard_of, index.starts, index.sizes, names.buffer, names.ends, index.codes, found_json,
+            stamps, index.shard_of, index.starts, index.sizes, names.buffer, names.ends, index.codes, labels_json,
             others.buffer, others.ends, index.other_places,
         )  # fmt: skip
         save_index(place, dict(zip(_INDEX, values, strict=True)))

@@ -76,18 +76,18 @@ class Keyed(Protocol):
 class Subset:
     """A subset of a source, for example the training split."""
 
-    whole: Source
+    base: Source
     indices: NDArray[np.int64]
 
     @property
     def classes(self) -> tuple[str, ...]:
         """The names of the whole source's classes."""
-        return self.whole.classes
+        return self.base.classes
 
     @cached_property
     def labels(self) -> Labels:
         """The class of every image."""
-        return self.whole.labels[self.indices]
+        return self.base.labels[self.indices]
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -95,15 +95,15 @@ class Subset:
 
     def name(self, index: int) -> str:
         """Return a readable name of an image."""
-        return self.whole.name(int(self.indices[index]))
+        return self.base.name(int(self.indices[index]))
 
     def read(self, index: int) -> bytes | Pixels:
         """Return an image as it is stored."""
-        return self.whole.read(int(self.indices[index]))
+        return self.base.read(int(self.indices[index]))
 
     def stamp(self, index: int) -> tuple[int, int]:
         """Return two numbers that change when the stored image does."""
-        return self.whole.stamp(int(self.indices[index]))
+        return self.base.stamp(int(self.indices[index]))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class Splits(NamedTuple):
 
 def split_of(source: Source, indices: Indices) -> Subset:
     """Return a subset of a source; a subset of a subset refers to the whole source."""
-    return Subset(source.whole, source.indices[indices]) if isinstance(source, Subset) else Subset(source, indices)
+    return Subset(source.base, source.indices[indices]) if isinstance(source, Subset) else Subset(source, indices)
 
 
 def split_indices(
@@ -95,7 +95,7 @@ def split_source(source: Source, *, seed: int = 0, val: float = 0.1, test: float
     indices = split_indices(source.labels, seed=seed, val=val, test=test, classes=source.classes)
     train_split, val_split, test_split = (split_of(source, split) if len(split) else None for split in indices)
     if train_split is None:
-        raise DataError("there are no images to train on")
+        raise DataError("no images to train on")
     record = make_record(
         "stratified", train_split, val_split, test_split, seed=seed, fractions={"val": val, "test": test}
     )
@@ -116,7 +116,7 @@ def make_record(
     return {
         "method": method,
         "seed": seed,
-        "shares": dict(fractions or {}),
+        "fractions": dict(fractions or {}),
         "counts": {name: _class_counts(split) for name, split in splits.items() if split is not None},
         "names": {name: keys_of(split) for name, split in splits.items() if split is not None and name != "train"},
     }
@@ -129,10 +129,10 @@ def _class_counts(source: Source) -> dict[str, int]:
 
 def keys_of(source: Source) -> list[str]:
     """Return the keys of a source's images in a split record."""
-    whole, indices = (
-        (source.whole, source.indices.tolist()) if isinstance(source, Subset) else (source, range(len(source)))
+    base, indices = (
+        (source.base, source.indices.tolist()) if isinstance(source, Subset) else (source, range(len(source)))
     )
-    find = whole.key if isinstance(whole, Keyed) else whole.name
+    find = base.key if isinstance(base, Keyed) else base.name
     return [find(index) for index in indices]
 
 
@@ -144,7 +144,7 @@ def splits_from_record(source: Source, record: Mapping[str, Any]) -> Splits:
     except (KeyError, TypeError, AttributeError):
         raise DataError("the split record is incomplete; start again without it") from None
     place_of = {key: index for index, key in enumerate(keys_of(source))}
-    found: dict[str, Indices] = {}
+    restored: dict[str, Indices] = {}
     for split, keys in names.items():
         gone = [key for key in keys if key not in place_of]
         if gone:
@@ -152,12 +152,12 @@ def splits_from_record(source: Source, record: Mapping[str, Any]) -> Splits:
             raise DataError(
                 f"{gone[0]}{more}, of the recorded {split} split, is missing; restore it, or start a new run"
             )
-        found[split] = np.sort(np.array([place_of[key] for key in keys], np.int64))
+        restored[split] = np.sort(np.array([place_of[key] for key in keys], np.int64))
     rest = np.ones(len(source), bool)
-    for indices in found.values():
+    for indices in restored.values():
         rest[indices] = False
     train = split_of(source, np.flatnonzero(rest))
-    val, test = (split_of(source, found[split]) if split in counts else None for split in ("val", "test"))
+    val, test = (split_of(source, restored[split]) if split in counts else None for split in ("val", "test"))
     for name, split_now in (("train", train), ("val", val), ("test", test)):
         if split_now is not None:
             check_counts(name, split_now, counts.get(name, {}))

@@ -102,8 +102,8 @@ def open_tables(
         raise DataError(f"{shown(has)} has a split column and {shown(lacks)} has none; add it there, or remove it")
     classes = tables[0].classes
     if any(table.classes != classes for table in tables):
-        found = list(dict.fromkeys(name for table in tables for name in table.classes))
-        classes, _ = order_classes(found, place=shown(paths[0]))
+        names = list(dict.fromkeys(name for table in tables for name in table.classes))
+        classes, _ = order_classes(names, place=shown(paths[0]))
     numbers = {name: number for number, name in enumerate(classes)}
     labels = [np.array([*(numbers[name] for name in table.classes), -1], np.int64)[table.labels] for table in tables]
     return Tables(tables, classes, np.concatenate(labels), np.concatenate(divided) if divided else None)

@@ -118,13 +118,13 @@ class _Tree:
         """Number of images and other files of every folder."""
         self.faults: list[str] = []
 
-    def add(self, path: bytes, status: os.stat_result, found: "_Entries") -> None:
+    def add(self, path: bytes, status: os.stat_result, entries: "_Entries") -> None:
         self.folders.append(path)
         self.stamps.append(_stamp(status))
-        self.counts.append((len(found.images), len(found.others)))
-        self.files.extend(sorted(found.images))
-        self.others.extend(sorted(found.others))
-        self.faults += sorted(found.faults)
+        self.counts.append((len(entries.images), len(entries.others)))
+        self.files.extend(sorted(entries.images))
+        self.others.extend(sorted(entries.others))
+        self.faults += sorted(entries.faults)
 
     def listing(self) -> Listing:
         counts = np.array(self.counts, np.int64).reshape(-1, 2)
@@ -149,17 +149,17 @@ def _walk(root: str, on_progress: Progress | None) -> Listing:
             if identity in folder.around:
                 tree.faults.append(f"{shown(path)} is a link to a folder that contains it; remove the link")
                 continue
-            found = _scan(path, total, on_progress)
+            entries = _scan(path, total, on_progress)
         except OSError as fault:
             wrong = f"{shown(path)} cannot be read: {reason_of(fault)}"
             if not folder.path:
                 raise DataError(wrong) from None
             tree.faults.append(wrong)
             continue
-        tree.add(folder.path, status, found)
-        total += len(found.images)
+        tree.add(folder.path, status, entries)
+        total += len(entries.images)
         around = folder.around | {identity}
-        waiting += [_Open(os.path.join(folder.path, name), around) for name in sorted(found.folders, reverse=True)]
+        waiting += [_Open(os.path.join(folder.path, name), around) for name in sorted(entries.folders, reverse=True)]
     if on_progress is not None:
         on_progress(total)
     return tree.listing()
@@ -176,21 +176,21 @@ class _Entries(NamedTuple):
 
 def _scan(path: bytes, total: int, on_progress: Progress | None) -> _Entries:
     """Scan one folder."""
-    found = _Entries([], [], [], [])
+    scanned = _Entries([], [], [], [])
     with os.scandir(path) as entries:
         for entry in _visible(entries):
             name = entry.name
             if entry.is_symlink() and (wrong := _wrong_link(entry)) is not None:
-                found.faults.append(wrong)
+                scanned.faults.append(wrong)
             elif entry.is_dir():
-                found.folders.append(name)
+                scanned.folders.append(name)
             elif name[name.rfind(b".") + 1 :].lower() in _SUFFIXES and b"." in name and entry.is_file():
-                found.images.append(name)
-                if on_progress is not None and not (total + len(found.images)) % PROGRESS_EVERY:
-                    on_progress(total + len(found.images))
+                scanned.images.append(name)
+                if on_progress is not None and not (total + len(scanned.images)) % PROGRESS_EVERY:
+                    on_progress(total + len(scanned.images))
             else:
-                found.others.append(name)
-    return found
+                scanned.others.append(name)
+    return scanned
 
 
 def _visible(entries: Iterator[os.DirEntry[bytes]]) -> Iterator[os.DirEntry[bytes]]:

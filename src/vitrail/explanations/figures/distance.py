@@ -49,7 +49,7 @@ def attention_distance(model: ViT, batches: Iterable[Tensor]) -> NDArray[np.floa
                 if not tokens.isfinite().all():
                     raise Diverged(f"the output of block {layer + 1} is not finite; the model's weights are corrupt")
                 summed, counted = _summed(weights[:, :, config.layout.patches, config.layout.patches], between)
-                del weights  # make room for the next layer's
+                del weights  # free the memory for the next layer's
                 sums[layer] += summed
                 counts[layer] += counted
                 layer += 1  # noqa: SIM113 - enumerate() would keep the last layer's weights alive
@@ -85,7 +85,7 @@ def distance_figure(
     """
     config = bundle.model.config
     if config.patches == 1:
-        return Absent(NAME, TITLE, "the whole image is one patch, so there is no distance to plot.")
+        return Absent(NAME, TITLE, "the whole image is one patch, so distances cannot be plotted.")
     if pixels.ndim != 4 or not len(pixels):
         raise InputError(
             f"attention distance needs pixels of at least one image, (images, channels, height, width), found "

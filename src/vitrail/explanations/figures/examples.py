@@ -103,8 +103,8 @@ def _shown_size(size: tuple[int, int]) -> tuple[int, int]:
 
 
 def _enlarged(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    whole = size[0] % image.width == 0 and size[0] > image.width
-    return image.convert("RGB").resize(size, Image.Resampling.NEAREST if whole else Image.Resampling.LANCZOS)
+    integral = size[0] % image.width == 0 and size[0] > image.width
+    return image.convert("RGB").resize(size, Image.Resampling.NEAREST if integral else Image.Resampling.LANCZOS)
 
 
 def _shortened(name: str, font: "ImageFont.FreeTypeFont | ImageFont.ImageFont", width: float) -> str:

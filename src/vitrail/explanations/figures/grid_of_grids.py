@@ -69,11 +69,11 @@ def panel(similar: NDArray[np.float64], maps: MapGrid, heading: str) -> Image.Im
         for c in range(len(columns)):
             tile = Image.fromarray(pixels[r, c]).resize((across, down), method)
             sheet.paste(tile, (left + c * (across + gap), top + r * (down + gap)))
-    _write_beside(sheet, maps, gap, (left, top, width, height))
+    _write_margins(sheet, maps, gap, (left, top, width, height))
     return sheet
 
 
-def _write_beside(sheet: Image.Image, maps: MapGrid, gap: int, inner: tuple[int, int, int, int]) -> None:
+def _write_margins(sheet: Image.Image, maps: MapGrid, gap: int, inner: tuple[int, int, int, int]) -> None:
     """Draw the axis labels, and as many row and column numbers as fit."""
     pen, font = ImageDraw.Draw(sheet), _font()
     left, top, width, height = inner

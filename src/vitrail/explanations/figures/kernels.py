@@ -63,10 +63,10 @@ def filters(model: ViT, count: int = COUNT) -> Filters:
 
 def filters_figure(bundle: Bundle, *, count: int = COUNT) -> Figure | Absent:
     """Draw the first principal components of the kernels applied to the image."""
-    found = filters(bundle.model, count)
-    if not len(found.components):
-        return Absent(NAME, TITLE, f"all kernels of {found.layer} are equal, so they have no principal components.")
-    return Figure(NAME, TITLE, _caption(found), image=_sheet(found.components))
+    chosen = filters(bundle.model, count)
+    if not len(chosen.components):
+        return Absent(NAME, TITLE, f"all kernels of {chosen.layer} are equal, so they have no principal components.")
+    return Figure(NAME, TITLE, _caption(chosen), image=_sheet(chosen.components))
 
 
 def _first_kernels(model: ViT) -> tuple[torch.Tensor, str]:
@@ -92,8 +92,8 @@ def _first_kernels(model: ViT) -> tuple[torch.Tensor, str]:
             return cast("nn.Conv2d", stem.proj).weight, "the patch embedding"
 
 
-def _caption(found: Filters) -> str:
-    count, height, width, channels = found.components.shape
+def _caption(filters: Filters) -> str:
+    count, height, width, channels = filters.components.shape
     if channels == 1:
         drawn = "Grey is a weight of zero, white is positive, black negative"
     elif channels == 3:
@@ -105,12 +105,12 @@ def _caption(found: Filters) -> str:
     meaning = (
         "The first components of a trained model are smooth, like a basis for the fine structure within a patch; noise "
         "means that the model has learned little."
-        if found.of_patches
+        if filters.of_patches
         else "Trained kernels detect edges, blobs and colour contrasts; noise means that the model has learned little."
     )
     return (
-        f"{first} of the {found.kernels:,} kernels ({height}×{width} pixels) of {found.layer}, by decreasing "
-        f"variance; together they explain {found.explained.sum():.0%} of the kernels' variance. {drawn}; each is "
+        f"{first} of the {filters.kernels:,} kernels ({height}×{width} pixels) of {filters.layer}, by decreasing "
+        f"variance; together they explain {filters.explained.sum():.0%} of the kernels' variance. {drawn}; each is "
         f"scaled to full contrast. {meaning}"
     )
 
