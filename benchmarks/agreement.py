@@ -19,9 +19,8 @@ from torch import Tensor
 
 import vitrail
 from vitrail.acceleration.accelerate import check_fp8
-from vitrail.acceleration.cuda.calibration import calibrate
 from vitrail.acceleration.cuda.encoder import EncoderPrecision, can_fold
-from vitrail.acceleration.cuda.model import FastModel
+from vitrail.acceleration.cuda.model import FastModel, calibrate
 from vitrail.data.batches import Evaluation, evaluation_batches
 from vitrail.data.sources.opening import open_source
 from vitrail.data.sources.source import Source, Subset

@@ -57,14 +57,13 @@ from tests.support.peers import import_peer, scramble
 
 import vitrail
 from vitrail.acceleration.accelerate import Accelerated
-from vitrail.acceleration.cuda import short_attention
-from vitrail.acceleration.cuda.calibration import calibrate
+from vitrail.acceleration.cuda import attention
 from vitrail.acceleration.cuda.encoder import MATMULS, EncoderPrecision, can_fold, can_quantise
-from vitrail.acceleration.cuda.model import FastModel
+from vitrail.acceleration.cuda.model import FastModel, calibrate
 from vitrail.acceleration.fused_training import FusedTraining, can_checkpoint, can_fuse
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.models.config import ViTConfig
-from vitrail.models.cost import cost
+from vitrail.models.stages import cost
 from vitrail.models.variants import variant_config
 from vitrail.models.vit import ViT
 from vitrail.runtime import choose_device
@@ -683,7 +682,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--short",
         type=int,
-        default=short_attention.MAX_TOKENS,
+        default=attention.MAX_TOKENS,
         help="use our short-attention kernel in training up to this many tokens",
     )
     options = parser.parse_args()
@@ -718,7 +717,7 @@ def parse() -> argparse.Namespace:
             re.compile(pattern)
         except re.error as error:
             parser.error(f"--contestants {pattern!r} is not a regular expression: {error}")
-    short_attention.MAX_TOKENS = options.short
+    attention.MAX_TOKENS = options.short
     if options.device is None and not torch.cuda.is_available():
         parser.error("no CUDA device was found; see that the program runs with --device cpu, as its first lines say")
     options.device = choose_device(options.device or "cuda")

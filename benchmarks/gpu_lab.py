@@ -19,11 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrail.acceleration.accelerate import Accelerated
 from vitrail.acceleration.cuda import elementwise
-from vitrail.acceleration.cuda.calibration import calibrate
 from vitrail.acceleration.cuda.encoder import MATMULS, EncoderPrecision, FastEncoder
-from vitrail.acceleration.cuda.folding import Affine
-from vitrail.acceleration.cuda.matmul import Fp8Matmul, InputCalibration, Matmul
-from vitrail.acceleration.cuda.model import FastModel, PatchStem
+from vitrail.acceleration.cuda.matmul import Affine, Fp8Matmul, InputCalibration, Matmul
+from vitrail.acceleration.cuda.model import FastModel, PatchStem, calibrate
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 

@@ -19,7 +19,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from vitrail.acceleration.cuda import short_attention
+from vitrail.acceleration.cuda import attention
 from vitrail.acceleration.fused_training import FusedTraining
 from vitrail.data.batches import Batch
 from vitrail.errors import VitrailError
@@ -28,11 +28,10 @@ from vitrail.runtime import Processes, choose_device, faster_in_bf16
 from vitrail.training.averaging import Average
 from vitrail.training.defaults import DataFacts, TrainingPlan, resolve_defaults
 from vitrail.training.distributed import Ranks
-from vitrail.training.forward import forward_of, uses_fused_pass
 from vitrail.training.optimizers import freeze, make_optimizer
 from vitrail.training.recipe import read_recipe
 from vitrail.training.state import Progress, State
-from vitrail.training.step import Stepper
+from vitrail.training.step import Stepper, forward_of, uses_fused_pass
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
@@ -82,14 +81,14 @@ def main() -> None:
     parser.add_argument(
         "--short",
         type=int,
-        default=short_attention.MAX_TOKENS,
+        default=attention.MAX_TOKENS,
         help="use our short-attention kernel up to this many tokens",
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=30, help="steps per round")
     parser.add_argument("--json", help="append a line with the results to this file")
     options = parser.parse_args()
-    short_attention.MAX_TOKENS = options.short
+    attention.MAX_TOKENS = options.short
     device = choose_device(options.device)
     names = tuple(map(str, range(options.classes)))
     plan = resolve_defaults(

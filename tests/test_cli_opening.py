@@ -198,8 +198,8 @@ def test_fine_tuning_with_other_heads_is_another_run(images: Path, tmp_path: Pat
 
 
 def test_the_server_takes_overrides_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from vitrail.serving.counters import Counters
-    from vitrail.serving.served_model import ServedModel
+    from vitrail.serving.lifecycle import Counters
+    from vitrail.serving.model_registry import ServedModel
     from vitrail.serving.settings import Settings, name_models
 
     file = checkpoint(tmp_path, torch.bfloat16)

@@ -12,8 +12,7 @@ from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.batches import Evaluation as EvaluationData
 from vitrail.data.batches import evaluation_batches
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sources.builtin import digits
-from vitrail.data.sources.source import Arrays
+from vitrail.data.sources.source import Arrays, digits
 from vitrail.data.sources.splits import split_of
 from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged
 from vitrail.evaluation import (

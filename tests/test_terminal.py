@@ -16,7 +16,7 @@ from tests.support.live_server import save_tiny
 
 import vitrail
 from vitrail.__main__ import main
-from vitrail.terminal import printable
+from vitrail.text import printable
 
 EVIL = "\x1b]0;owned\x07\x1b[2Jcat\x9b31m"
 TEXT = st.text('\x00\x07\t\n\r\x1b\x7f\x85\x9b\u202e\u2066\u2028 aé猫😀[]"\\\\')
@@ -117,7 +117,7 @@ def test_tables_and_errors_are_safe(
 
 def test_commands_print_through_one_function() -> None:
     for path in sorted(CLI.glob("*.py")):
-        if path.name == "terminal.py":
+        if path.name == "text.py":
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call):

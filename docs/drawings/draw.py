@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFilter
 
 from vitrail.models.config import ViTConfig
-from vitrail.models.cost import cost
-from vitrail.models.stages import Stage, stages
+from vitrail.models.stages import Stage, cost, stages
 from vitrail.models.variants import SIZES, VARIANTS, variant_config
 from vitrail.models.vit import ViT
 

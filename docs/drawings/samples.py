@@ -14,7 +14,7 @@ from docs.drawings.draw import paint
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFilter
 
-from vitrail.data.sources.builtin import digits
+from vitrail.data.sources.source import digits
 
 TARGET = Path(__file__).parents[2] / "src" / "vitrail" / "serving" / "page" / "samples"
 SIDE, FINE = 256, 4

@@ -17,7 +17,7 @@ def _run() -> int:
 
     from vitrail.cli.app import app
     from vitrail.errors import VitrailError
-    from vitrail.terminal import printable
+    from vitrail.text import printable
 
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]

@@ -20,16 +20,14 @@ from vitrail.explanations.explain import explain
 from vitrail.explanations.explanation import Explanation
 from vitrail.exporting import Export, export
 from vitrail.inference.embed import EmbedResult, embed
-from vitrail.inference.probe import probe
-from vitrail.inference.probe_result import ProbeResult
+from vitrail.inference.probe import ProbeResult, probe
 from vitrail.models.config import FIELD_ALIASES, ViTConfig, value_here
-from vitrail.models.cost import Cost, cost
-from vitrail.models.stages import Stage, sample_image, stages
+from vitrail.models.stages import Cost, Stage, cost, sample_image, stages
 from vitrail.models.variants import variant_config
 from vitrail.models.vit import ViT
 from vitrail.reports.report import report, report_of_finished
 from vitrail.runtime import Precision, autocast, choose_device
-from vitrail.terminal import printable
+from vitrail.text import printable
 from vitrail.training.recipe import Recipe, unknown_setting
 from vitrail.training.sweep import Sweep, sweep
 from vitrail.training.train import Run

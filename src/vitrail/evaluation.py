@@ -20,15 +20,17 @@ from vitrail.data.sources.selection import CONTENT, SeenInTraining, Selection, m
 from vitrail.data.sources.source import Source
 from vitrail.errors import CheckpointError, DataError, Diverged
 from vitrail.metrics.baselines import Baselines, baselines, warnings_about
-from vitrail.metrics.calibration import ReliabilityBin, expected_calibration_error, reliability
 from vitrail.metrics.classification import (
     Confusion,
+    ReliabilityBin,
     balanced_accuracy,
     confusion_matrix,
+    expected_calibration_error,
     log_losses,
     macro_f1,
     most_confused,
     per_class,
+    reliability,
     top_k_right,
 )
 from vitrail.metrics.intervals import (

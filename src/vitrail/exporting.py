@@ -10,11 +10,9 @@ from torch import Tensor
 
 from vitrail._version import __version__
 from vitrail.acceleration.export.check import TOLERANCE, Check, check_outputs
-from vitrail.acceleration.export.graph import BATCH, INPUT, Graph, output_name, trace
+from vitrail.acceleration.export.graph import BATCH, INPUT, Archive, Graph, output_name, require, trace, write_archive
 from vitrail.acceleration.export.onnx import OPSET, OnnxFile, check_opset, onnx_program, write_onnx
 from vitrail.acceleration.export.openvino import Compiled, openvino_model, write_openvino
-from vitrail.acceleration.export.torch_export import Archive, write_archive
-from vitrail.acceleration.packages import require
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import ready_bundle
 from vitrail.checkpoints.writing import atomic_file

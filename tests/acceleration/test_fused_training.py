@@ -13,9 +13,14 @@ from tests.support.tiny_models import KINDS, bundle, pixels
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitrail.acceleration.cuda.attention import for_training
-from vitrail.acceleration.cuda.gradients import gelu_gradient, joined_gradient
-from vitrail.acceleration.cuda.short_attention import can_attend, is_short, short_attention, short_attention_gradient
+from vitrail.acceleration.cuda.attention import (
+    can_attend,
+    for_training,
+    is_short,
+    short_attention,
+    short_attention_gradient,
+)
+from vitrail.acceleration.cuda.elementwise import gelu_gradient, joined_gradient
 from vitrail.acceleration.fused_training import FusedTraining, _MixedNorm, _MixedSum, can_checkpoint, can_fuse
 from vitrail.errors import ConfigError, InputError
 from vitrail.models.vit import ViT
@@ -453,7 +458,7 @@ def test_short_attention_equals_attention(tokens: int, heads: int, width: int) -
 def test_which_attention_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = ((64, 64), (9, 16), (64, 24), (197, 64), (272, 64), (273, 64), (128, 128), (129, 128))
     assert [is_short(*case) for case in cases] == [True, True, False, True, True, False, True, False]
-    monkeypatch.setattr("vitrail.acceleration.cuda.short_attention.MAX_TOKENS", 64)
+    monkeypatch.setattr("vitrail.acceleration.cuda.attention.MAX_TOKENS", 64)
     assert [is_short(*case) for case in ((64, 64), (65, 64))] == [True, False]
 
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from vitrail.charts.heat import heat_map
-from vitrail.charts.scale import HUES, LEVELS, SCHEMES, colour, contrast
-from vitrail.charts.svg import STYLE
+from vitrail.charts.svg import HUES, LEVELS, SCHEMES, STYLE, colour, contrast
 
 SVG = "{http://www.w3.org/2000/svg}"
 READABLE = 4.5

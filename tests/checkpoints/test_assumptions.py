@@ -214,7 +214,7 @@ def test_every_argument_of_timm_is_handled() -> None:
     """A new argument in timm fails here, so that someone decides how to handle it."""
     import inspect
 
-    from vitrail.checkpoints.timm_folder import _FOLLOWED, _IN_SHAPES, _IN_TRAINING, _ONLY
+    from vitrail.checkpoints.timm_config import _FOLLOWED, _IN_SHAPES, _IN_TRAINING, _ONLY
 
     timm = import_peer("timm.models.vision_transformer")
     theirs = set(inspect.signature(timm.VisionTransformer.__init__).parameters) - {"self"}

@@ -14,7 +14,7 @@ from tests.support import forked_commands
 from tests.support.peers import import_peer, scramble
 
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.checkpoints.hub import HubName, parse
+from vitrail.checkpoints.locate import HubName, parse
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError
 from vitrail.models.config import ViTConfig

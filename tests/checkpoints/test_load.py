@@ -15,10 +15,9 @@ from tests.support.checkpoints import google_arrays
 from tests.support.corrupt_files import drop_digest
 from tests.support.peers import import_peer, scramble
 
-from vitrail.checkpoints.bundle import Bundle
-from vitrail.checkpoints.imagenet import imagenet_names
+from vitrail.checkpoints.bundle import Bundle, imagenet_names
 from vitrail.checkpoints.load import load
-from vitrail.checkpoints.strict import load_weights
+from vitrail.checkpoints.tensors import load_weights
 from vitrail.checkpoints.writing import atomic_file, atomic_folder
 from vitrail.data.preprocess import HALF, Preprocess
 from vitrail.errors import CheckpointError

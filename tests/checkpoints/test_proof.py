@@ -16,7 +16,7 @@ from vitrail.checkpoints.formats import timm
 from vitrail.checkpoints.infer import infer_config
 from vitrail.checkpoints.keys import KeyMap, rule
 from vitrail.checkpoints.load import load
-from vitrail.checkpoints.strict import load_weights
+from vitrail.checkpoints.tensors import load_weights
 from vitrail.checkpoints.writing import atomic_file
 from vitrail.errors import CheckpointError
 

@@ -8,7 +8,7 @@ import torch
 from tests.support.peers import import_peer, relative_error, scramble
 
 from vitrail.checkpoints.load import load
-from vitrail.checkpoints.timm_names import _NAMES, fields_from_name
+from vitrail.checkpoints.timm_config import _NAMES, fields_from_name
 from vitrail.errors import CheckpointError
 
 MODULES = ("timm.models.vision_transformer", "timm.models.deit", "timm.models.vision_transformer_hybrid")

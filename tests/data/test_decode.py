@@ -18,7 +18,7 @@ from PIL import Image, ImageOps, features
 
 from vitrail.data import decode as module
 from vitrail.data.decode import decode, open_image
-from vitrail.data.file_types import ENDINGS, HEAD, reads_heic, sniff
+from vitrail.data.image_files import ENDINGS, HEAD, reads_heic, sniff
 from vitrail.data.sources.source import SUFFIXES
 from vitrail.errors import DataError
 

@@ -15,7 +15,7 @@ from vitrail.data.augmentation.augment import Affine, Augmentation, Augmentation
 from vitrail.data.augmentation.device_operations import operation_group
 from vitrail.data.augmentation.draws import draws
 from vitrail.data.augmentation.mixing import Mixing
-from vitrail.data.augmentation.padding import OperationCapacity, operation_capacity, pad_plans
+from vitrail.data.augmentation.on_device import OperationCapacity, operation_capacity, pad_plans
 from vitrail.data.augmentation.randaugment import Operation, RandAugment
 from vitrail.data.batches import Training
 from vitrail.data.preprocess import Preprocess

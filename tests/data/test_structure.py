@@ -28,7 +28,7 @@ from tests.support.hostile_images import (
 )
 
 from vitrail import Bundle, Classifier, Preprocess, ViTConfig, create
-from vitrail.data import limits
+from vitrail.data import image_files
 from vitrail.data.augmentation.augment import preset
 from vitrail.data.batches import Evaluation, Training, evaluation_batches, training_batches
 from vitrail.data.checking.survey import survey
@@ -212,7 +212,7 @@ def test_ordinary_files_pass() -> None:
 
 def test_scans_of_embedded_and_appended_images_do_not_count() -> None:
     preview = saved("JPEG", progressive=True) * 20
-    assert preview.count(b"\xff\xda") > limits.JPEG_SCANS
+    assert preview.count(b"\xff\xda") > image_files.JPEG_SCANS
     plain = saved("JPEG")
     segment = b"\xff\xe2" + struct.pack(">H", 2 + len(preview)) + preview
     for content in (plain[:2] + segment + plain[2:], plain + preview):
@@ -232,7 +232,7 @@ def test_scans_are_counted_per_page() -> None:
     pages = [Image.effect_noise((64, 64), 100) for _ in range(150)]
     file = io.BytesIO()
     pages[0].save(file, "TIFF", compression="jpeg", save_all=True, append_images=pages[1:])
-    assert file.getvalue().count(b"\xff\xda") > limits.JPEG_SCANS
+    assert file.getvalue().count(b"\xff\xda") > image_files.JPEG_SCANS
     assert decode(file.getvalue(), 1).shape == (64, 64, 1)
 
 

@@ -11,8 +11,7 @@ from tests.support.commands import CommandOutput, RunCommand, run_command
 from tests.support.reference_explanations import bundle, noise
 
 from vitrail.evaluation import percent
-from vitrail.explanations.explanation import Explanation
-from vitrail.explanations.overlay import CAPTION, GAP, captioned
+from vitrail.explanations.explanation import CAPTION, GAP, Explanation, captioned
 from vitrail.inference.classifier import Classifier
 
 

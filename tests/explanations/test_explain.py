@@ -14,9 +14,7 @@ import vitrail
 from vitrail.data.inputs import Item
 from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged, InputError
 from vitrail.explanations.explain import Explainer
-from vitrail.explanations.explanation import Explanation
-from vitrail.explanations.files import plan_outputs, safe_name
-from vitrail.explanations.overlay import CAPTION, HEAT, heat, stretched
+from vitrail.explanations.explanation import CAPTION, HEAT, Explanation, heat, plan_outputs, safe_name, stretched
 from vitrail.explanations.relevance import relevance_maps
 from vitrail.explanations.request import ExplanationRequest
 

@@ -29,9 +29,8 @@ from vitrail.explanations.figures import (
     positions_figure,
 )
 from vitrail.explanations.figures import distance as distance_module
-from vitrail.explanations.figures.colours import coloured
-from vitrail.explanations.figures.grid_of_grids import TEXT
-from vitrail.models.attention import Attention
+from vitrail.explanations.figures.figure import TEXT, coloured
+from vitrail.models.blocks import Attention
 from vitrail.models.config import ResNet, ViTConfig
 from vitrail.models.vit import ViT
 

@@ -14,9 +14,9 @@ from vitrail.cli.figures import _sample
 from vitrail.data.inputs import Item
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError, InputError
+from vitrail.explanations.attention import rollout_maps
 from vitrail.explanations.figures import Absent, Figure, filters_figure, rollout_figure
 from vitrail.explanations.figures.examples import MASK, attended, examples_figure
-from vitrail.explanations.rollout import rollout_maps
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 

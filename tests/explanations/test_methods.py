@@ -9,12 +9,17 @@ from tests.support.reference_explanations import CONFIGS, Naive, build, images
 from torch import Tensor
 
 from vitrail.errors import InputError
-from vitrail.explanations.attention import attention_maps, attention_rows, choose_head, maps_of_layers, pooling_rows
-from vitrail.explanations.gradcam import gradcam_maps
-from vitrail.explanations.pca import as_colours, pca_maps
-from vitrail.explanations.relevance import relevance, relevance_maps
+from vitrail.explanations.attention import (
+    attention_maps,
+    attention_rows,
+    choose_head,
+    maps_of_layers,
+    pooling_rows,
+    rollout,
+    rollout_maps,
+)
+from vitrail.explanations.relevance import as_colours, gradcam_maps, pca_maps, relevance, relevance_maps
 from vitrail.explanations.request import ExplanationRequest, explain_pixels
-from vitrail.explanations.rollout import rollout, rollout_maps
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from vitrail.inference.fewshot import draw_examples, fit_least_squares
+from vitrail.inference.protocols import draw_examples, fit_least_squares
 
 Array = NDArray[np.float64]
 

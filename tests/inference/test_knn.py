@@ -8,8 +8,8 @@ from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor
 
 from vitrail.errors import ConfigError
-from vitrail.inference import knn
-from vitrail.inference.knn import vote
+from vitrail.inference import protocols
+from vitrail.inference.protocols import vote
 
 
 def weights(distances: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -25,7 +25,7 @@ def reference(k: int, examples: Tensor, labels: Tensor) -> KNeighborsClassifier:
 @pytest.mark.parametrize("k", [1, 10, 20, 100, 200])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_the_same_predictions_as_scikit_learn(k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knn, "AT_ONCE", 1000)  # several chunks, the last one smaller
+    monkeypatch.setattr(protocols, "AT_ONCE", 1000)  # several chunks, the last one smaller
     centres = torch.randn(6, 16, dtype=dtype)
     labels = torch.randint(0, 6, (300,))
     examples = centres[labels] + 2 * torch.randn(300, 16, dtype=dtype)

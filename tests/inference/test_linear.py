@@ -6,8 +6,8 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
-from vitrail.inference import linear
-from vitrail.inference.linear import Linear, choose_linear, fit_linear
+from vitrail.inference import protocols
+from vitrail.inference.protocols import Linear, choose_linear, fit_linear
 
 TOLERANCE = 1e-4
 """On every weight; scikit-learn does not converge exactly, either."""
@@ -23,7 +23,7 @@ def clusters(count: int, seed: int, classes: int = 4, width: int = 12) -> tuple[
 @pytest.mark.parametrize("decay", [1.0, 1e-2, 1e-3])
 @pytest.mark.parametrize("at_once", [2**22, 500])
 def test_the_same_optimum_as_scikit_learn(decay: float, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "AT_ONCE", at_once)
+    monkeypatch.setattr(protocols, "AT_ONCE", at_once)
     x, y = clusters(200, 0)
     result = fit_linear(x, y, 4, decay=decay, tolerance=1e-8)
     x64 = x.double().numpy()
@@ -40,9 +40,9 @@ def test_the_same_optimum_as_scikit_learn(decay: float, at_once: int, monkeypatc
 
 def test_the_gradient_is_that_of_the_loss() -> None:
     x, y = clusters(30, 0)
-    mean, scale = linear._statistics(x)
+    mean, scale = protocols._statistics(x)
     weights = torch.randn(13, 4, dtype=torch.float64)
-    loss, gradient = linear._loss_and_gradient(x, y, mean, scale, weights, 0.3)
+    loss, gradient = protocols._loss_and_gradient(x, y, mean, scale, weights, 0.3)
     free = weights.clone().requires_grad_()
     logits = ((x.double() - mean) / scale) @ free[:-1] + free[-1]
     expected = torch.nn.functional.cross_entropy(logits, y) + 0.15 * free[:-1].square().sum()

@@ -16,9 +16,8 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.opening import open_data
 from vitrail.errors import ConfigError
 from vitrail.inference.features import Features
-from vitrail.inference.fewshot import draw_examples, fit_least_squares
-from vitrail.inference.probe import Collected, ProbePlan, evaluate_features, open_splits
-from vitrail.inference.probe_result import ProbeResult, ProbeRow
+from vitrail.inference.probe import Collected, ProbePlan, ProbeResult, ProbeRow, evaluate_features, open_splits
+from vitrail.inference.protocols import draw_examples, fit_least_squares
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitrail.metrics.calibration import BINS, expected_calibration_error, reliability
+from vitrail.metrics.classification import BINS, expected_calibration_error, reliability
 
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=60)
 cases = st.tuples(st.integers(0, 10_000), st.integers(1, 200), st.integers(2, 6), st.integers(1, 20))

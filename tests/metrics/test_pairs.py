@@ -5,7 +5,7 @@ import pytest
 from scipy.stats import binomtest
 
 from vitrail.errors import InputError
-from vitrail.metrics.pairs import exact_mcnemar, paired
+from vitrail.metrics.intervals import exact_mcnemar, paired
 
 
 @pytest.mark.parametrize(("a", "b"), [(0, 0), (0, 1), (1, 7), (5, 5), (40, 61), (3000, 2800), (0, 5000)])

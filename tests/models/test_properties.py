@@ -9,8 +9,8 @@ from tests.support.peers import scramble
 
 from vitrail.models.config import ViTConfig
 from vitrail.models.initialise import SCHEMES, role_of
-from vitrail.models.patches import patchify, unpatchify
-from vitrail.models.resample import METHODS, resample_grid, resample_kernel, resample_offsets
+from vitrail.models.position import METHODS, resample_grid, resample_kernel, resample_offsets
+from vitrail.models.stems import patchify, unpatchify
 from vitrail.models.vit import ViT
 
 # Deterministic examples, so that only a code change can make a test fail; the slow tests try more.

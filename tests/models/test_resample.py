@@ -9,7 +9,7 @@ import torch
 from tests.support.peers import import_peer
 
 from vitrail.models.config import ViTConfig
-from vitrail.models.resample import resample_grid, resample_kernel, resample_line, resample_offsets
+from vitrail.models.position import resample_grid, resample_kernel, resample_line, resample_offsets
 from vitrail.models.vit import ViT
 
 GRIDS = [((14, 14), (24, 24)), ((14, 14), (7, 7)), ((14, 14), (7, 28)), ((7, 5), (12, 9)), ((3, 8), (8, 3))]

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from tests.support.peers import relative_error, scramble
 
 from vitrail.models.config import ResNet, ViTConfig
-from vitrail.models.resnet import ResNetBackbone, StdConv, pad_same
 from vitrail.models.stages import stages
+from vitrail.models.stems import ResNetBackbone, StdConv, pad_same
 from vitrail.models.vit import ViT
 
 

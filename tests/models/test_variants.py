@@ -8,7 +8,7 @@ import torch
 import vitrail
 from vitrail.errors import ConfigError
 from vitrail.models.config import ViTConfig
-from vitrail.models.cost import cost
+from vitrail.models.stages import cost
 from vitrail.models.variants import VARIANTS, variant_config, variant_name
 from vitrail.models.vit import ViT
 

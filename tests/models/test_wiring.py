@@ -11,9 +11,9 @@ from tests.support.peers import scramble
 from torch import nn
 
 from vitrail.models.config import ResNet, ViTConfig
-from vitrail.models.cost import cost
-from vitrail.models.resample import METHODS, resample_grid
-from vitrail.models.resnet import ResNetBackbone
+from vitrail.models.position import METHODS, resample_grid
+from vitrail.models.stages import cost
+from vitrail.models.stems import ResNetBackbone
 from vitrail.models.vit import ViT
 
 TINY: dict[str, Any] = {"image_size": (12, 20), "patch_size": 4, "width": 24, "depth": 2, "heads": 3, "classes": 5}

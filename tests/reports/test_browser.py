@@ -8,7 +8,7 @@ import pytest
 from tests.support.browser import chromium
 from tests.support.tiny_runs import CLASSES, EVIL
 
-from vitrail.explanations.figures.grid_of_grids import TEXT
+from vitrail.explanations.figures.figure import TEXT
 from vitrail.reports.report import report
 
 PHONE, DESKTOP = {"width": 390, "height": 844}, {"width": 1280, "height": 900}

@@ -11,11 +11,11 @@ import pytest
 from tests.support.html_page import Page
 from tests.support.tiny_runs import CLASSES
 
-from vitrail.metrics.pairs import paired
+from vitrail.metrics.intervals import paired
 from vitrail.reports.compare import _statement
-from vitrail.reports.formatting import as_percent
-from vitrail.reports.predictions import paired_predictions
+from vitrail.reports.page import as_percent
 from vitrail.reports.report import report
+from vitrail.reports.run_artifacts import paired_predictions
 from vitrail.reports.run_record import read_run
 
 

@@ -18,7 +18,7 @@ from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.source import Arrays
 from vitrail.evaluation import Predictions, evaluate_predictions
 from vitrail.reports.curves import _floor, loss_note
-from vitrail.reports.formatting import file_name
+from vitrail.reports.page import file_name
 from vitrail.reports.report import report
 from vitrail.reports.run_record import read_run
 from vitrail.training.objectives import Objective, loss, targets

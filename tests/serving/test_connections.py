@@ -13,7 +13,7 @@ from tests.support.live_server import Running, connect, image, read_all, save_ti
 
 from vitrail.serving import connections
 from vitrail.serving.connections import Connections, RateLimitedLog, RateLimitFilter, client_key
-from vitrail.serving.counters import Counters
+from vitrail.serving.lifecycle import Counters
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from tests.support.service_in_process import PNG, settings_for, with_client
 
 from vitrail.errors import ConfigError
 from vitrail.serving.app import Service
-from vitrail.serving.hosts import Hosts
 from vitrail.serving.http_errors import HttpError
+from vitrail.serving.middleware import Hosts
 
 
 @pytest.fixture(scope="module")

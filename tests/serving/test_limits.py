@@ -24,12 +24,11 @@ from vitrail.data.sources.source import Pixels
 from vitrail.errors import ConfigError
 from vitrail.serving import operations, run
 from vitrail.serving.app import Service
-from vitrail.serving.counters import Counters
 from vitrail.serving.decoding import decode_upload
 from vitrail.serving.http_errors import HttpError
-from vitrail.serving.lifecycle import Lifecycle
+from vitrail.serving.lifecycle import Counters, Lifecycle
 from vitrail.serving.middleware import CHUNK, Middleware
-from vitrail.serving.served_model import ServedModel
+from vitrail.serving.model_registry import ServedModel
 
 
 @pytest.fixture(scope="module")

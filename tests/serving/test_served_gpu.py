@@ -12,9 +12,9 @@ from tests.support.tiny_models import bundle
 from vitrail.acceleration.cuda.model import FastModel
 from vitrail.inference.features import FeatureRequest
 from vitrail.models.vit import ViT
-from vitrail.serving.counters import Counters
+from vitrail.serving.lifecycle import Counters
+from vitrail.serving.model_registry import ServedModel
 from vitrail.serving.operations import Embed
-from vitrail.serving.served_model import ServedModel
 from vitrail.serving.settings import NamedSource, Settings
 
 pytestmark = [

@@ -15,9 +15,9 @@ from vitrail.checkpoints.bundle import Bundle
 from vitrail.errors import Diverged
 from vitrail.inference.features import FeatureRequest
 from vitrail.runtime import Precision, autocast
-from vitrail.serving.counters import Counters
+from vitrail.serving.lifecycle import Counters
+from vitrail.serving.model_registry import ServedModel
 from vitrail.serving.operations import Embed
-from vitrail.serving.served_model import ServedModel
 from vitrail.serving.settings import NamedSource, Settings
 
 CPU = torch.device("cpu")

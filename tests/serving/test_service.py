@@ -17,8 +17,8 @@ from vitrail.data.sources.source import Pixels
 from vitrail.explanations.request import ExplanationRequest
 from vitrail.serving.app import Service
 from vitrail.serving.batching import BATCHES, Batcher
-from vitrail.serving.counters import Counters
 from vitrail.serving.http_errors import HttpError
+from vitrail.serving.lifecycle import Counters
 from vitrail.serving.operations import Explain, Predict
 from vitrail.serving.settings import Settings, name_models
 

@@ -25,7 +25,7 @@ from vitrail.runtime import Processes, process_group
 from vitrail.training.distributed import Ranks
 from vitrail.training.optimizers import Optimizer, make_optimizer
 from vitrail.training.recipe import Recipe
-from vitrail.training.signals import Stopped
+from vitrail.training.sessions import Stopped
 from vitrail.training.state import Progress, State
 from vitrail.training.step import Stepper
 from vitrail.training.train import train

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitrail.checkpoints.hub import parse
+from vitrail.checkpoints.locate import parse
 from vitrail.metrics.baselines import PRETRAINED
-from vitrail.training.advice import FEW, before_training
-from vitrail.training.defaults import DataFacts
+from vitrail.training.defaults import FEW, DataFacts, before_training
 from vitrail.training.run_logger import gap_warning
 from vitrail.training.sweep import sweep
 from vitrail.training.train import train

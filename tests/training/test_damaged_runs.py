@@ -16,7 +16,7 @@ from tests.support.corrupt_files import RECIPE, make_run, train_tiny
 from vitrail.__main__ import main
 from vitrail.errors import CheckpointError, ConfigError, DataError
 from vitrail.runtime import Processes
-from vitrail.training.best import Best, move_aside
+from vitrail.training.criterion import Best, move_aside
 from vitrail.training.distributed import Ranks
 from vitrail.training.state import Progress, Setting, State, content_digest, save_state
 from vitrail.training.train import Run, train

@@ -9,7 +9,7 @@ import torch
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Arrays
-from vitrail.models.cost import cost
+from vitrail.models.stages import cost
 from vitrail.models.vit import ViT
 from vitrail.training.defaults import DataFacts, TrainingPlan, describe_data, resolve_defaults
 from vitrail.training.recipe import read_recipe

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tests.support import forked_commands
 
-from vitrail.training.events import TAGS, Events
 from vitrail.training.run_folder import MetricsFile
+from vitrail.training.run_logger import TAGS, Events
 from vitrail.training.train import train
 
 CHANGES = [

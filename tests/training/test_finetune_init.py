@@ -11,7 +11,7 @@ from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError
 from vitrail.models.config import ViTConfig
-from vitrail.models.resample import resample_grid
+from vitrail.models.position import resample_grid
 from vitrail.models.vit import ViT
 from vitrail.training.finetune_init import FinetuneInit, adapted, planned_config
 from vitrail.training.recipe import read_recipe

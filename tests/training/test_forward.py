@@ -7,8 +7,8 @@ import torch
 from torch.torch_version import TorchVersion
 
 from vitrail.models.config import ViTConfig
-from vitrail.training.forward import uses_fused_pass
 from vitrail.training.recipe import Recipe
+from vitrail.training.step import uses_fused_pass
 from vitrail.training.train import train
 
 SMALL = ("steps=2", "batch=16", "evaluations=1", "model.depth=1", "model.heads=1", "model.stem=conv", "compile=true")

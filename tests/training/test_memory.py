@@ -19,9 +19,15 @@ from vitrail.data.sources.source import Arrays
 from vitrail.data.sources.splits import Splits, split_of
 from vitrail.errors import ConfigError
 from vitrail.runtime import faster_in_bf16
-from vitrail.training.auto_batch import fit_batch_to_memory, forecast_line, is_out_of_memory, within_memory
+from vitrail.training.auto_batch import (
+    MemoryLimit,
+    fit_batch_to_memory,
+    forecast_line,
+    is_out_of_memory,
+    machine_memory,
+    within_memory,
+)
 from vitrail.training.memory import Forecast, forecast, resident_images
-from vitrail.training.memory_limits import MemoryLimit, machine_memory
 from vitrail.training.recipe import Recipe, read_recipe, write_toml
 from vitrail.training.train import train
 

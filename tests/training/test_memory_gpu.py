@@ -9,9 +9,8 @@ from tests.support.memory_jobs import IMAGES, job, train_two_steps
 
 from vitrail.errors import ConfigError
 from vitrail.runtime import Precision
-from vitrail.training.auto_batch import fit_batch_to_memory, forecast_line, within_memory
+from vitrail.training.auto_batch import fit_batch_to_memory, forecast_line, memory_limit, within_memory
 from vitrail.training.memory import forecast, step_fits
-from vitrail.training.memory_limits import memory_limit
 
 pytestmark = [
     pytest.mark.gpu,

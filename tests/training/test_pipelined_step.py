@@ -7,8 +7,7 @@ import pytest
 import torch
 from tests.support.reference_training import batches
 
-from vitrail.training.pipelined_step import PipelinedStep
-from vitrail.training.step import PendingStep
+from vitrail.training.step import PendingStep, PipelinedStep
 
 
 def kept(done: bool | None) -> PipelinedStep:

@@ -11,7 +11,7 @@ from vitrail.data.batches import BadImage
 from vitrail.data.sources.source import Arrays
 from vitrail.errors import CheckpointError
 from vitrail.evaluation import Predictions, evaluate_predictions
-from vitrail.training.prediction_file import write_test_predictions
+from vitrail.training.predictions import write_test_predictions
 from vitrail.training.train import train
 
 

@@ -17,8 +17,8 @@ from vitrail.errors import ConfigError
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 from vitrail.training.defaults import DataFacts, TrainingPlan, resolve_defaults
+from vitrail.training.optimizers import learning_rate
 from vitrail.training.recipe import Recipe, preset_names, read_recipe, write_toml
-from vitrail.training.schedules import learning_rate
 from vitrail.training.train import train
 
 IMAGENET = DataFacts(1_281_167, tuple(f"class {number}" for number in range(1000)), 375, False)

@@ -25,9 +25,9 @@ from vitrail.io import file_digest
 from vitrail.models.config import ViTConfig
 from vitrail.runtime import Processes
 from vitrail.training.distributed import Ranks
+from vitrail.training.optimizers import learning_rate
 from vitrail.training.recipe import preset_names, read_recipe, write_toml
 from vitrail.training.run_folder import default_folder, locked, origin_of
-from vitrail.training.schedules import learning_rate
 from vitrail.training.state import Progress, Setting, State, content_digest, load_state, save_state
 from vitrail.training.train import train
 

@@ -22,7 +22,7 @@ from vitrail.training.distributed import Ranks
 from vitrail.training.optimizers import Optimizer, make_optimizer
 from vitrail.training.recipe import Recipe
 from vitrail.training.run_folder import MetricsFile
-from vitrail.training.signals import Stopped
+from vitrail.training.sessions import Stopped
 from vitrail.training.state import Progress, State
 from vitrail.training.step import PendingStep, Stepper
 from vitrail.training.train import train

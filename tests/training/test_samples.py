@@ -16,7 +16,7 @@ from vitrail.data.sources.selection import seen_in_training
 from vitrail.data.sources.source import Arrays
 from vitrail.evaluation import percent
 from vitrail.training import samples
-from vitrail.training.best import save_in_run
+from vitrail.training.criterion import save_in_run
 from vitrail.training.samples import keep_samples, read_samples, samples_of_bundle
 from vitrail.training.sessions import read_sessions
 from vitrail.training.train import Run

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitrail.errors import ConfigError
-from vitrail.training.schedules import Schedule, learning_rate, warmup_of
+from vitrail.training.optimizers import Schedule, learning_rate, warmup_of
 
 KINDS = ("cosine", "linear", "constant")
 

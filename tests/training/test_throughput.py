@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitrail.training.display import Status
-from vitrail.training.throughput import COMPILED_STEPS, FEWEST_STEPS, WINDOW, Throughput
+from vitrail.training.display import COMPILED_STEPS, FEWEST_STEPS, WINDOW, Status, Throughput
 
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=60)
 SECONDS = st.floats(1e-4, 5.0)

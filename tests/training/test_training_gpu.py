@@ -12,11 +12,10 @@ from vitrail.errors import Diverged
 from vitrail.runtime import Processes
 from vitrail.training.averaging import Averaging
 from vitrail.training.distributed import Ranks
-from vitrail.training.forward import forward_of, reset_compiled
 from vitrail.training.optimizers import Optimizer
 from vitrail.training.recipe import Recipe
 from vitrail.training.run_folder import MetricsFile
-from vitrail.training.step import Stepper
+from vitrail.training.step import Stepper, forward_of, reset_compiled
 from vitrail.training.train import train
 
 pytestmark = [

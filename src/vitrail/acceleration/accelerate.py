@@ -8,11 +8,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from vitrail.acceleration.cuda.calibration import calibrate
 from vitrail.acceleration.cuda.elementwise import kernels_run
 from vitrail.acceleration.cuda.encoder import EncoderPrecision, can_quantise
 from vitrail.acceleration.cuda.graphs import CudaGraphs
-from vitrail.acceleration.cuda.model import FastModel, runs_fast
+from vitrail.acceleration.cuda.model import FastModel, calibrate, runs_fast
 from vitrail.acceleration.engine import prepare
 from vitrail.errors import ConfigError, suggest
 from vitrail.models.vit import ViT

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vitrail.acceleration.engine import Engine, Kind, open_engine
-from vitrail.acceleration.packages import quiet
+from vitrail.acceleration.export.graph import quiet
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.models.vit import ViT

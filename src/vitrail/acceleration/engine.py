@@ -1,10 +1,12 @@
-"""Engines: a model with its normalisation, run by torch or by another runtime.
+"""Engines: a model with its normalisation, run by torch, ONNX Runtime or OpenVINO.
 
     pixels (B, C, H, W), uint8  ->  engine  ->  logits (B, K), float32, on the CPU
 
 An engine normalises the pixels itself; its input is the output of `Preprocess.fit`.
 """
 
+import tempfile
+from pathlib import Path
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -15,6 +17,9 @@ from vitrail.acceleration.cpu_threads import CpuThreads
 from vitrail.acceleration.cuda.encoder import EncoderPrecision
 from vitrail.acceleration.cuda.graphs import SIZES, CudaGraphs
 from vitrail.acceleration.cuda.model import FastModel, runs_fast
+from vitrail.acceleration.export.graph import Graph, output_name, require, trace
+from vitrail.acceleration.export.onnx import OnnxFile, onnx_program, write_onnx
+from vitrail.acceleration.export.openvino import Compiled, check_precision, openvino_model
 from vitrail.acceleration.onednn import can_pack, pack
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, suggest
@@ -119,12 +124,8 @@ def open_engine(
         case "torch":
             return TorchEngine(model, preprocess, device, precision)
         case "onnx":
-            from vitrail.acceleration.onnx import OnnxEngine
-
             return OnnxEngine(model, preprocess, device, precision)
         case "openvino":
-            from vitrail.acceleration.openvino import OpenVinoEngine
-
             return OpenVinoEngine(model, preprocess, device, precision)
         case _:
             raise ConfigError(
@@ -146,3 +147,44 @@ def prepare(model: ViT, precision: Precision) -> nn.Module:
     if precision == "bf16" and kind == "cpu" and can_pack(model, torch.bfloat16):
         return cast_matrices(pack(model, torch.bfloat16), torch.bfloat16)
     return cast_once(model, precision)
+
+
+class OnnxEngine:
+    """The model in ONNX Runtime, in float32 on the CPU."""
+
+    kind: Kind = "onnx"
+
+    def __init__(self, model: ViT, preprocess: Preprocess, device: torch.device, precision: Precision) -> None:
+        check_runs_on_cpu("ONNX Runtime", device)
+        if precision != "float32":
+            raise ConfigError(
+                f"the engine onnx supports float32 only, not {precision}; use float32, or the engine openvino or torch"
+            )
+        require("onnxruntime", "onnx")  # before tracing, which takes a while
+        self.precision: Precision = precision
+        program = onnx_program(trace(Graph(model, preprocess)), output_name(model))
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            path = Path(folder) / "model.onnx"
+            write_onnx(program, path)
+            self.session = OnnxFile(path)
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Return logits for images."""
+        return self.session(pixels)
+
+
+class OpenVinoEngine:
+    """The model in OpenVINO, on the CPU."""
+
+    kind: Kind = "openvino"
+
+    def __init__(self, model: ViT, preprocess: Preprocess, device: torch.device, precision: Precision) -> None:
+        check_runs_on_cpu("OpenVINO", device)
+        check_precision(precision)  # before tracing, which takes a while
+        self.precision: Precision = precision
+        program = onnx_program(trace(Graph(model, preprocess)), output_name(model), extra="openvino")
+        self.session = Compiled(openvino_model(program), precision)
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Return logits for images."""
+        return self.session(pixels)

@@ -20,17 +20,21 @@ from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from vitrail.acceleration.cuda.attention import for_training
-from vitrail.acceleration.cuda.gradients import gelu_gradient, joined_gradient
-from vitrail.acceleration.cuda.short_attention import can_attend, is_short, short_attention, short_attention_gradient
+from vitrail.acceleration.cuda.attention import (
+    can_attend,
+    for_training,
+    is_short,
+    short_attention,
+    short_attention_gradient,
+)
+from vitrail.acceleration.cuda.elementwise import gelu_gradient, joined_gradient
 from vitrail.acceleration.onednn import pooled_token
 from vitrail.errors import ConfigError
-from vitrail.models.attention import Attention
-from vitrail.models.blocks import Block
+from vitrail.models.blocks import Attention, Block
 from vitrail.models.checks import check_images
 from vitrail.models.config import ViTConfig
-from vitrail.models.patches import patchify
 from vitrail.models.position import TokenPositions
+from vitrail.models.stems import patchify
 from vitrail.models.vit import ViT
 
 

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from vitrail.models.blocks import Block, LayerScale, Mlp, gelu_tanh
 from vitrail.models.config import ViTConfig
-from vitrail.models.patches import patchify
 from vitrail.models.position import TokenPositions
-from vitrail.models.stems import ConvProjection, LinearProjection
+from vitrail.models.stems import ConvProjection, LinearProjection, patchify
 from vitrail.models.vit import ViT
 
 _FUSED = {F.gelu: ("gelu", "none"), gelu_tanh: ("gelu", "tanh"), F.relu: ("relu", "")}

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from vitrail.charts.scale import LEVELS, level
-from vitrail.charts.svg import HEAD, MARGIN, drawing, empty_drawing, number, text_at, titled
+from vitrail.charts.svg import HEAD, LEVELS, MARGIN, drawing, empty_drawing, level, number, text_at, titled
 
 WRITTEN = 24
 """Up to this many rows and columns, each cell shows its number."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.errors import CheckpointError, ConfigError
-from vitrail.models.resample import Method, check_method
+from vitrail.models.position import Method, check_method
 
 ChannelMethod = Literal["repeat", "mean"]
 """How to change the input channels of kernels: `repeat` cycles through the old channels (as timm does; for one channel

@@ -1,4 +1,4 @@
-"""Assumptions about fields that a weight file does not record, printed whenever the file is opened.
+"""Assumptions about fields that a weight file does not record, and the caller's overrides of them.
 
 A field is assumed if all published models with such tensors agree on it. If they do not, or if no model of that
 size is published, a wrong guess would silently give wrong outputs, so opening the file fails until the field is set
@@ -8,11 +8,17 @@ size is published, a wrong guess would silently give wrong outputs, so opening t
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Annotated, Any, NamedTuple
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from vitrail.checkpoints.family import Hints
 from vitrail.checkpoints.infer import Shapes, published_heads
 from vitrail.data.preprocess import Preprocess
+from vitrail.errors import ConfigError, suggest
 from vitrail.models.config import ViTConfig
+from vitrail.schema import Frozen
 
 _log = logging.getLogger("vitrail")
 
@@ -153,3 +159,56 @@ def _strides(config: ViTConfig, shapes: Shapes, stated: Mapping[str, Any]) -> di
         "image_size": "the strides of its convolutions are not in the weights; set the image size with --override "
         "image_size=224 to infer them"
     }
+
+
+IMAGES = "preprocess."
+"""The prefix of preprocessing fields."""
+
+
+def checked_overrides(fields: Mapping[str, Any]) -> Hints:
+    """Validate the fields against `ViTConfig` and `Preprocess`: a size of 8 becomes (8, 8).
+
+    An unknown field or an invalid value is an error.
+    """
+    return {name: _checked(name, value) for name, value in fields.items()}
+
+
+def of_model(fields: Mapping[str, Any]) -> Hints:
+    """Return the fields of the model."""
+    return {name: value for name, value in fields.items() if not name.startswith(IMAGES)}
+
+
+def of_images(fields: Mapping[str, Any]) -> Hints:
+    """Return the fields of the preprocessing, without their prefix."""
+    return {name.removeprefix(IMAGES): value for name, value in fields.items() if name.startswith(IMAGES)}
+
+
+def spread(fields: Hints, channels: int) -> Hints:
+    """Repeat a single mean or std for every channel."""
+    return {
+        name: value[:1] * channels if name in ("mean", "std") and len(set(value)) == 1 else value
+        for name, value in fields.items()
+    }
+
+
+def _checked(name: str, value: Any) -> Any:
+    kind: type[Frozen] = Preprocess if name.startswith(IMAGES) else ViTConfig
+    field = name.removeprefix(IMAGES)
+    if field not in kind.model_fields:
+        names = [*ViTConfig.model_fields, *(IMAGES + valid for valid in Preprocess.model_fields)]
+        raise ConfigError(f"{kind.__name__} has no option {field!r}{suggest(name, names)}")
+    info = kind.model_fields[field]
+    adapter: TypeAdapter[Any] = TypeAdapter(
+        Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation,  # type: ignore[arg-type]
+        config=ConfigDict(strict=True, allow_inf_nan=False),
+    )
+    if field in ("mean", "std") and isinstance(value, int | float):
+        value = (float(value),) * 3  # one number for all channels
+    try:
+        if isinstance(value, str) and value == "none":  # the literal "none" in some fields, None in others
+            with suppress(ValidationError):
+                return adapter.validate_python(None)
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        message = error.errors()[0]["msg"]
+        raise ConfigError(f"{name} is {value!r}: {message[:1].lower()}{message[1:]}") from None

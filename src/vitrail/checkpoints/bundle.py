@@ -9,14 +9,14 @@ README.md           a model card
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from vitrail._version import __version__
 from vitrail.checkpoints.assumptions import Assumption, announce
-from vitrail.checkpoints.dtypes import Dtype, check_dtypes, in_dtype
 from vitrail.checkpoints.files import read_json, read_weights
-from vitrail.checkpoints.strict import loaded_model
+from vitrail.checkpoints.tensors import Dtype, check_dtypes, in_dtype, loaded_model
 from vitrail.checkpoints.timm_config import timm_config
 from vitrail.checkpoints.writing import atomic_folder, write_safetensors
 from vitrail.data.preprocess import Preprocess
@@ -25,6 +25,13 @@ from vitrail.io import atomic_write, file_digest
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 from vitrail.schema import MAX_SHOWN
+
+
+def imagenet_names() -> tuple[str, ...]:
+    """Return the names in the usual order: by WordNet ID, "tench" first."""
+    text = (resources.files("vitrail.checkpoints") / "imagenet_1k.txt").read_text(encoding="utf-8")
+    return tuple(text.splitlines())
+
 
 FORMAT_VERSION = 1
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"

@@ -10,20 +10,19 @@ import torch
 
 from vitrail.checkpoints import timm_config
 from vitrail.checkpoints.bundle import CONFIG, WEIGHTS, Bundle
-from vitrail.checkpoints.custom import read_key_table
-from vitrail.checkpoints.dtypes import Dtype, check_dtype
-from vitrail.checkpoints.family import Family
-from vitrail.checkpoints.files import SUFFIXES
-from vitrail.checkpoints.hub import parse
-from vitrail.checkpoints.keys import Weights
-from vitrail.checkpoints.load import FAMILIES, inferred_config, open_checkpoint
-from vitrail.checkpoints.strict import load_weights, loaded_model
-from vitrail.checkpoints.transformers_config import (
+from vitrail.checkpoints.config_files import (
     dinov2_config,
     preprocessor_differences,
     transformers_config,
     transformers_preprocessor,
 )
+from vitrail.checkpoints.custom import read_key_table
+from vitrail.checkpoints.family import Family
+from vitrail.checkpoints.files import SUFFIXES
+from vitrail.checkpoints.keys import Weights
+from vitrail.checkpoints.load import FAMILIES, inferred_config, open_checkpoint
+from vitrail.checkpoints.locate import parse
+from vitrail.checkpoints.tensors import Dtype, check_dtype, load_weights, loaded_model
 from vitrail.checkpoints.writing import atomic_file, atomic_folder, write_npz, write_safetensors, write_torch
 from vitrail.errors import CheckpointError, suggest
 from vitrail.models.config import ViTConfig

@@ -39,9 +39,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from vitrail.checkpoints.assumptions import IMAGES, checked_overrides, of_images
 from vitrail.checkpoints.family import Family, Hints
 from vitrail.checkpoints.keys import KeyMap, Rule, Weights
-from vitrail.checkpoints.overrides import IMAGES, checked_overrides, of_images
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.io import ContentError, read_toml

@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vitrail.checkpoints.dtypes import check_dtypes
 from vitrail.checkpoints.keys import Weights
+from vitrail.checkpoints.tensors import check_dtypes
 from vitrail.errors import CheckpointError
 from vitrail.io import ContentError, open_regular
 from vitrail.io import read_json as read_any_json

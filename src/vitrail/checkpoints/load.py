@@ -11,30 +11,31 @@ from torch import nn
 
 from vitrail.checkpoints.adapt import ChannelMethod, adapt
 from vitrail.checkpoints.assumptions import (
+    IMAGES,
     Assumption,
     assumed_of_images,
     assumed_of_model,
     cannot_be_guessed,
+    checked_overrides,
+    of_images,
+    of_model,
+    spread,
 )
-from vitrail.checkpoints.bundle import CONFIG, WEIGHTS, Bundle, is_bundle, read_bundle
+from vitrail.checkpoints.bundle import CONFIG, WEIGHTS, Bundle, imagenet_names, is_bundle, read_bundle
+from vitrail.checkpoints.config_files import FolderInfo
 from vitrail.checkpoints.custom import read_key_table
-from vitrail.checkpoints.dtypes import Dtype, check_dtype, dtype_names, in_dtype
 from vitrail.checkpoints.family import Family, Hints, Reading
 from vitrail.checkpoints.files import SUFFIXES, read_checkpoint, read_json
-from vitrail.checkpoints.folders import FolderInfo
 from vitrail.checkpoints.formats import dinov2, google, lucidrains, timm, torchvision, transformers
-from vitrail.checkpoints.hub import fetch, parse
-from vitrail.checkpoints.imagenet import imagenet_names
 from vitrail.checkpoints.infer import Shapes, infer_config
 from vitrail.checkpoints.keys import Weights
-from vitrail.checkpoints.locate import Source, find
-from vitrail.checkpoints.overrides import IMAGES, checked_overrides, of_images, of_model, spread
-from vitrail.checkpoints.strict import loaded_model
+from vitrail.checkpoints.locate import Source, fetch, find, parse
+from vitrail.checkpoints.tensors import Dtype, check_dtype, dtype_names, in_dtype, loaded_model
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError, ConfigError, unknown_argument
 from vitrail.io import check_is_regular
 from vitrail.models.config import FIELD_ALIASES, ViTConfig, value_here
-from vitrail.models.resample import Method
+from vitrail.models.position import Method
 
 IMAGENET_CLASSES = 1000
 FAMILIES: tuple[Family, ...] = (

@@ -15,11 +15,11 @@ from vitrail.cli.export import export
 from vitrail.cli.figures import figures
 from vitrail.cli.inspect import inspect
 from vitrail.cli.models import models
+from vitrail.cli.output import echo
 from vitrail.cli.predict import predict
 from vitrail.cli.probe import probe
 from vitrail.cli.report import report
 from vitrail.cli.serve import serve
-from vitrail.cli.terminal import echo
 from vitrail.cli.train import train
 
 app = typer.Typer(

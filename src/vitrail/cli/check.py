@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vitrail.cli.tables import print_table, progress
-from vitrail.cli.terminal import echo
+from vitrail.cli.output import echo, print_table, progress
 
 if TYPE_CHECKING:
     from vitrail.data.checking.check import Report
@@ -63,7 +62,7 @@ def check(
     from vitrail.data.batches import default_workers
     from vitrail.data.checking.check import check_data, open_to_check
     from vitrail.data.checking.speed import available_cores, measure_speed
-    from vitrail.data.sources.faults import report_faults
+    from vitrail.data.sources.labels import report_faults
 
     if sheet is not None:
         _check_target(sheet)

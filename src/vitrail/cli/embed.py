@@ -6,9 +6,8 @@ from typing import Annotated
 
 import typer
 
+from vitrail.cli.output import echo, progress
 from vitrail.cli.overrides import Keys, Overrides, open_model
-from vitrail.cli.tables import progress
-from vitrail.cli.terminal import echo
 
 LISTED = 10
 """Unreadable images listed."""

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vitrail.cli.output import echo, print_table, progress
 from vitrail.cli.overrides import Keys, Overrides, open_model
-from vitrail.cli.tables import print_table, progress
-from vitrail.cli.terminal import echo
 
 if TYPE_CHECKING:
     from vitrail.evaluation import Evaluation

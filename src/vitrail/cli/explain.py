@@ -6,15 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vitrail.cli.output import echo, print_table, progress
 from vitrail.cli.overrides import Keys, Overrides, open_model
-from vitrail.cli.tables import print_table, progress
-from vitrail.cli.terminal import echo
 
 if TYPE_CHECKING:
     from vitrail.data.inputs import Item
     from vitrail.explanations.explain import Explainer
-    from vitrail.explanations.explanation import Explanation
-    from vitrail.explanations.files import Outputs
+    from vitrail.explanations.explanation import Explanation, Outputs
 
 TILE = 160
 """The longer side of a tile in a grid, in pixels."""
@@ -74,11 +72,11 @@ def explain(
     from vitrail.data.sources.index_files import shown
     from vitrail.errors import DataError
     from vitrail.explanations.explain import Explainer, check_grid
-    from vitrail.explanations.files import ending_of, plan_outputs
+    from vitrail.explanations.explanation import ending_of, plan_outputs
     from vitrail.explanations.request import ExplanationRequest
     from vitrail.inference.listing import list_items, read_stdin
     from vitrail.inference.skipped import SkippedFiles
-    from vitrail.reports.formatting import cut
+    from vitrail.reports.page import cut
 
     request = ExplanationRequest(method, layer, head, query, fuse, discard)  # type: ignore[arg-type]
     if grid is not None:
@@ -132,8 +130,7 @@ def _write(
     """Explain one image and write its map."""
     import numpy as np
 
-    from vitrail.explanations.explanation import save_array, save_image
-    from vitrail.explanations.overlay import captioned, tiled
+    from vitrail.explanations.explanation import captioned, save_array, save_image, tiled
 
     if grid is None:
         explanation = explainer.explain(item, name)

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
+from vitrail.cli.output import echo
 from vitrail.cli.overrides import Keys, Overrides, open_model
-from vitrail.cli.terminal import echo
 
 
 def export(

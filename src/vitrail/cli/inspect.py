@@ -6,9 +6,8 @@ from typing import Annotated
 
 import typer
 
+from vitrail.cli.output import echo, print_table
 from vitrail.cli.overrides import Keys, Overrides, read_overrides
-from vitrail.cli.tables import print_table
-from vitrail.cli.terminal import echo
 
 
 def inspect(

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from vitrail.cli.tables import print_table, with_progress
-from vitrail.cli.terminal import echo
+from vitrail.cli.output import echo, print_table, with_progress
 
 
 def models(
@@ -22,7 +21,7 @@ def models(
 
 
 def _list_all(as_json: bool) -> None:
-    from vitrail.models.cost import cost
+    from vitrail.models.stages import cost
     from vitrail.models.variants import DEFAULT_IMAGE_SIZE, VARIANTS, variant_config
 
     costs = [(v, cost(variant_config(v.paper))) for v in with_progress(VARIANTS, "counting")]

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vitrail.cli.output import echo, print_table, progress
 from vitrail.cli.overrides import Keys, Overrides, open_model
-from vitrail.cli.tables import print_table, progress
-from vitrail.cli.terminal import echo
 
 if TYPE_CHECKING:
-    from vitrail.inference.probe_result import ProbeResult, ProbeRow
+    from vitrail.inference.probe import ProbeResult, ProbeRow
 
 LISTED = 10
 """Unreadable images listed; the JSON has all of them."""

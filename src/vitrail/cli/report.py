@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from vitrail.cli.terminal import echo
+from vitrail.cli.output import echo
 
 
 def report(

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vitrail.cli.output import echo, print_table
 from vitrail.cli.overrides import Keys, Overrides, read_overrides
-from vitrail.cli.tables import print_table
-from vitrail.cli.terminal import echo
 
 if TYPE_CHECKING:
     from vitrail.training.sweep import Sweep
@@ -68,7 +67,7 @@ def train(
     ] = None,
 ) -> None:
     """Train or fine-tune an image classifier, and evaluate it. Rerun the same command to resume."""
-    from vitrail.training.signals import Stopped
+    from vitrail.training.sessions import Stopped
     from vitrail.training.train import train as run_training
 
     overrides = read_overrides(override)

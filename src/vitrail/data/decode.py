@@ -13,9 +13,18 @@ import numpy as np
 import simplejpeg
 from PIL import Image, UnidentifiedImageError, features
 
-from vitrail.data.file_types import HEAD, reads_heic, sniff, why_not_read
-from vitrail.data.limits import PIXEL_LIMIT
-from vitrail.data.orientation import quiet, seen_size, turn_of, turn_of_jpeg, turned
+from vitrail.data.image_files import (
+    HEAD,
+    PIXEL_LIMIT,
+    quiet,
+    reads_heic,
+    seen_size,
+    sniff,
+    turn_of,
+    turn_of_jpeg,
+    turned,
+    why_not_read,
+)
 from vitrail.data.sources.source import Pixels
 from vitrail.data.structure import outline
 from vitrail.errors import DataError

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor
 
 from vitrail.data.decode import open_image
-from vitrail.data.limits import PIXEL_LIMIT
+from vitrail.data.image_files import PIXEL_LIMIT
 from vitrail.data.preprocess import Preprocess, resized_size
 from vitrail.data.sources.index_files import shown
 from vitrail.data.sources.shards import read_at

@@ -19,8 +19,13 @@ from vitrail.data.augmentation import augment
 from vitrail.data.augmentation.device_operations import BatchOperations, pack_operations
 from vitrail.data.augmentation.draws import draws
 from vitrail.data.augmentation.mixing import draw_mix
-from vitrail.data.augmentation.on_device import apply_packed, check_on_device
-from vitrail.data.augmentation.padding import OperationCapacity, operation_capacity, pad_plans
+from vitrail.data.augmentation.on_device import (
+    OperationCapacity,
+    apply_packed,
+    check_on_device,
+    operation_capacity,
+    pad_plans,
+)
 from vitrail.data.batches import BadImage, Batch, Evaluation, Training, evaluation_batches, prefetch
 from vitrail.data.packing import PackedArrays, Slot
 from vitrail.data.preprocess import Preprocess

@@ -8,7 +8,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator
 
-from vitrail.data.limits import (
+from vitrail.data.image_files import (
     BMP_RUN_PIXELS,
     FRAMES,
     GIF_BLOCKS,

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from vitrail.data.limits import (
+from vitrail.data.image_files import (
     JPEG_SCANS,
     JPEG_WORK,
     TIFF_PAGES,

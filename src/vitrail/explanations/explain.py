@@ -16,12 +16,10 @@ from vitrail.data.inputs import ImageInput, Item, fitted, is_one, item_of, name_
 from vitrail.data.sources.source import Pixels
 from vitrail.errors import ConfigError, Diverged, InputError, VitrailError, suggest
 from vitrail.evaluation import eval_mode
-from vitrail.explanations.attention import attention_maps, choose_head, maps_of_layers
+from vitrail.explanations.attention import Fuse, Query, attention_maps, choose_head, maps_of_layers
 from vitrail.explanations.explanation import Explanation
 from vitrail.explanations.relevance import explained_token
 from vitrail.explanations.request import ExplanationRequest, Method, explain_pixels
-from vitrail.explanations.rollout import Fuse
-from vitrail.explanations.tokens import Query
 from vitrail.models.checks import as_int
 from vitrail.runtime import choose_device
 

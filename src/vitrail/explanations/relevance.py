@@ -1,21 +1,92 @@
-"""Gradient-weighted relevance (Chefer et al. 2021, arXiv 2103.15679): which patches are evidence for a class.
+"""Maps from gradients and features: Grad-CAM on tokens, gradient-weighted relevance, PCA of patch features.
 
-In every layer, the positive part of gradient × attention weight, averaged over the heads, is that layer's A. Relevance
-starts as R = I, and every layer updates it to R + A R. Only the row of R that the head reads is needed, and that can be
-computed from the last layer backwards: r + r A. So the layers are recomputed one at a time in the backward pass, and
-the attention of only one is in memory.
+Grad-CAM (arXiv 1610.02391) weights features by how much they raise a class's score. They are the normalised patch
+tokens. By default they are taken where they are last read: by the pool if it is `mean` or `map`; else by the last
+layer's attention, because after it patches do not influence the class token and have no gradient.
+
+Relevance (Chefer et al. 2021, arXiv 2103.15679): in every layer, the positive part of gradient × attention weight,
+averaged over the heads, is that layer's A. Relevance starts as R = I, and every layer updates it to R + A R. Only the
+row of R that the head reads is needed, and that can be computed from the last layer backwards: r + r A. So the layers
+are recomputed one at a time in the backward pass, and the attention of only one is in memory.
 """
 
-from typing import cast
+import copy
+from typing import TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitrail.errors import InputError
-from vitrail.explanations.tokens import Query, check_ready, patch_grid, pooled_tokens, read_query, read_token, spread
+from vitrail.explanations.attention import Query, check_ready, patch_grid, pooled_tokens, read_query, read_token, spread
 from vitrail.models.blocks import Block
+from vitrail.models.checks import read_layer
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+
+
+def gradcam_maps(
+    model: ViT, pixels: Tensor, target: int | Tensor, layer: int | None = None, query: Query | None = None
+) -> Tensor:
+    """Return the evidence of each patch for class `target`, one index or one per image: (B, rows, columns).
+
+    With `layer`, the features are the input of that layer's attention.
+    """
+    check_ready(model)
+    config = model.config
+    read_by_pool = layer is None and config.pool in ("mean", "map")
+    first = config.depth if read_by_pool else read_layer(-1 if layer is None else layer, config.depth)
+    before, after = list(model.blocks)[:first], list(model.blocks)[first:]
+    with torch.no_grad():
+        tokens, places = model.embed(pixels)
+        for block in before:
+            tokens = block(tokens, places)
+    with torch.enable_grad():
+        tokens = entering = tokens.detach().requires_grad_()
+        head, read = model, _Recorder(nn.Identity())
+        if not after:
+            head, read = _with_recorder(model, "norm")
+        elif config.norm_order == "pre":
+            after[0], read = _with_recorder(after[0], "norm1")
+        for block in after:
+            tokens = block(tokens, places)
+        score = class_score(head.classify(tokens)[0], target, config, query)
+        features = (
+            entering if read.output is None else read.output
+        )  # post-norm blocks attend to their unnormalised input
+        (gradient,) = torch.autograd.grad(score, features)
+    return patch_grid(weigh_features(features.detach(), gradient, config.layout.patches), config)
+
+
+def weigh_features(tokens: Tensor, gradient: Tensor, patches: slice) -> Tensor:
+    """Weight each of the D features by its mean gradient over the patches, sum, and clamp at 0: (B, T)."""
+    importance = gradient[:, patches].mean(dim=1, keepdim=True)
+    return (tokens.float() * importance.float()).sum(dim=-1).clamp(min=0)
+
+
+class _Recorder(nn.Module):
+    """A module that stores its last output."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.output: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.output = cast("Tensor", self.inner(x))
+        return self.output
+
+
+def _with_recorder(module: AnyModule, name: str) -> tuple[AnyModule, _Recorder]:
+    """Return a shallow copy of a module, one of whose submodules stores its output.
+
+    A hook would change the model itself, which other threads may be using.
+    """
+    recorder = _Recorder(cast("nn.Module", getattr(module, name)))
+    twin = copy.copy(module)
+    twin._modules = {**module._modules, name: recorder}
+    return twin, recorder
 
 
 def relevance(model: ViT, pixels: Tensor, target: int | Tensor, query: Query | None = None) -> Tensor:
@@ -99,3 +170,32 @@ def _read_weights(config: ViTConfig, query: Query | None) -> Tensor:
         case _:
             row = pooled_tokens(config)
     return row
+
+
+@torch.no_grad()
+def pca_maps(model: ViT, pixels: Tensor, layer: int | None = None) -> Tensor:
+    """Return the patches' features after a layer (and the final norm) as colours from 0 to 1: (B, rows, columns, 3)."""
+    check_ready(model)
+    grid = model.features(pixels, layer=layer, as_grid=True).tokens
+    colours = [as_colours(image.flatten(1).T) for image in grid]
+    return torch.stack(colours).reshape(len(grid), *model.config.grid, 3).to(pixels.device)
+
+
+def as_colours(features: Tensor) -> Tensor:
+    """Return each row of (N, D) as a colour (N, 3): its first three principal components, scaled to 0 to 1.
+
+    The sign of a component is arbitrary; its largest entry is made positive. A missing third (or second, or first)
+    component is 0.5.
+    """
+    numbers = features.double().cpu()  # on the CPU: same colours on all devices, and some lack float64
+    centred = numbers - numbers.mean(dim=0)
+    _, sizes, directions = torch.linalg.svd(centred, full_matrices=False)
+    # Beyond the rank there is only rounding noise, which would be scaled to full colour.
+    kept = int((sizes[:3] > 1e-6 * numbers.abs().max()).sum())
+    directions = directions[:kept]
+    largest = directions.gather(1, directions.abs().argmax(dim=1, keepdim=True))
+    places = centred @ (directions * largest.sign()).T
+    low, high = places.amin(dim=0), places.amax(dim=0)
+    colours = torch.full((len(features), 3), 0.5, dtype=torch.float64)
+    colours[:, :kept] = (places - low) / (high - low)
+    return colours.float()

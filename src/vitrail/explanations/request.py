@@ -6,12 +6,18 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from vitrail.errors import ConfigError, InputError, suggest
-from vitrail.explanations.attention import attention_maps, choose_head, read_head
-from vitrail.explanations.gradcam import gradcam_maps
-from vitrail.explanations.pca import pca_maps
-from vitrail.explanations.relevance import check_has_classes, explained_token, relevance_maps
-from vitrail.explanations.rollout import Fuse, check_settings, rollout_maps
-from vitrail.explanations.tokens import POOL, Query, read_query
+from vitrail.explanations.attention import (
+    POOL,
+    Fuse,
+    Query,
+    attention_maps,
+    check_settings,
+    choose_head,
+    read_head,
+    read_query,
+    rollout_maps,
+)
+from vitrail.explanations.relevance import check_has_classes, explained_token, gradcam_maps, pca_maps, relevance_maps
 from vitrail.models.checks import read_layer
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT

@@ -15,16 +15,14 @@ from io import BufferedReader
 from typing import cast
 
 from vitrail.data.inputs import A_URL, Item, is_url
-from vitrail.data.sources.builtin import digits
 from vitrail.data.sources.columns import ManifestRow
 from vitrail.data.sources.index_files import shown
 from vitrail.data.sources.manifests import path_of, read_csv, read_in_words, read_jsonl
 from vitrail.data.sources.opening import MANIFESTS, PACKED
 from vitrail.data.sources.parquet import read_parquet
-from vitrail.data.sources.patterns import RANGE, expand_pattern, is_pattern
 from vitrail.data.sources.shards import CLASSES_FILE, LABEL_SUFFIXES
-from vitrail.data.sources.source import SUFFIXES, reason_of
-from vitrail.data.sources.tar import members
+from vitrail.data.sources.source import SUFFIXES, digits, reason_of
+from vitrail.data.sources.tar import RANGE, expand_pattern, is_pattern, members
 from vitrail.errors import DataError
 from vitrail.inference.skipped import SkippedFiles
 from vitrail.io import open_regular

@@ -6,7 +6,7 @@ A folder may have any number of them, so only the first are named, and only the 
 import os
 from dataclasses import dataclass, field
 
-from vitrail.data.file_types import ENDINGS, HEAD, sniff_file
+from vitrail.data.image_files import ENDINGS, HEAD, sniff_file
 from vitrail.data.sources.index_files import shown
 
 NAMED = 5

@@ -24,7 +24,7 @@ from vitrail.data.sources.index_files import shown
 from vitrail.data.sources.parquet import import_pyarrow
 from vitrail.errors import ConfigError, suggest
 from vitrail.evaluation import percent
-from vitrail.terminal import printable
+from vitrail.text import printable
 
 Format = Literal["table", "jsonl", "csv", "parquet"]
 SUFFIXES: dict[str, Format] = {

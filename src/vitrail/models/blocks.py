@@ -1,4 +1,8 @@
-"""The encoder block: attention, then an MLP, each on a residual branch."""
+"""The encoder block (attention, then an MLP, each on a residual branch), and pooling of its tokens.
+
+Attention is not masked: every token attends to every other token of its image, and all images in a batch have the
+same number of tokens. Axes: B batch, T tokens, D width, H heads, d width of a head.
+"""
 
 from collections.abc import Callable
 from typing import cast
@@ -7,9 +11,65 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.models.attention import Attention
 from vitrail.models.config import ViTConfig
-from vitrail.models.position import TokenPositions, add_table, gather_tokens, read_table
+from vitrail.models.position import TokenPositions, add_table, gather_tokens, read_table, relative_term, rotate
+
+
+class Attention(nn.Module):
+    """Self-attention with torch's fused kernel; `traced` computes the same and also returns the weights."""
+
+    rel_pos: nn.Parameter | None
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.heads, self.head_width = config.heads, config.head_width
+        inner = self.heads * self.head_width
+        self.qkv = nn.Linear(config.width, 3 * inner, bias=config.qkv_bias)
+        self.q_norm = nn.LayerNorm(self.head_width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.LayerNorm(self.head_width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        if config.position == "relative":
+            self.rel_pos = nn.Parameter(self.qkv.weight.new_empty(2 * config.patches - 1, self.head_width))
+        else:
+            self.register_parameter("rel_pos", None)
+        self.dropout = config.attention_dropout
+        self.proj = nn.Linear(inner, config.width, bias=config.proj_bias) if config.out_proj else nn.Identity()
+        self.proj_drop = nn.Dropout(config.proj_dropout)
+
+    def forward(self, x: Tensor, positions: TokenPositions) -> Tensor:
+        """Map (B, T, D) to (B, T, D)."""
+        query, key, value, bias = self.project(x, positions)
+        dropout = self.dropout if self.training else 0.0
+        x = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=dropout)
+        return self._merge(x)
+
+    def traced(self, x: Tensor, positions: TokenPositions) -> tuple[Tensor, Tensor]:
+        """Return the output of `forward` and the attention weights (B, H, T, T), whose rows sum to 1."""
+        query, key, value, bias = self.project(x, positions)
+        logits = (query * self.head_width**-0.5) @ key.transpose(-2, -1)
+        if bias is not None:
+            logits = logits + bias
+        # In float32 even under bf16 autocast: rollout multiplies the weights of many layers, so rows must sum to 1.
+        weights = logits.softmax(dim=-1, dtype=torch.float32)
+        x = F.dropout(weights, self.dropout, self.training).to(value.dtype) @ value
+        return self._merge(x), weights
+
+    def project(self, x: Tensor, positions: TokenPositions) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return queries, keys and values, each (B, H, T, d), and the attention bias."""
+        B, T, _ = x.shape
+        qkv = self.qkv(x).reshape(B, T, 3, self.heads, self.head_width)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        query, key = self.q_norm(query), self.k_norm(key)
+        if positions.rotation is not None:
+            query, key = rotate(query, positions.rotation), rotate(key, positions.rotation)
+        bias = None
+        if self.rel_pos is not None and positions.offsets is not None:
+            bias = relative_term(query * self.head_width**-0.5, self.rel_pos, positions.offsets)
+        return query, key, value, bias
+
+    def _merge(self, x: Tensor) -> Tensor:
+        """Concatenate the heads (B, H, T, d) and project them to (B, T, D)."""
+        x = self.proj(x.transpose(1, 2).flatten(2))
+        return cast("Tensor", self.proj_drop(x))
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -131,3 +191,56 @@ class Block(nn.Module):
 
     def _mlp_branch(self, y: Tensor) -> Tensor:
         return cast("Tensor", self.drop_path(self.ls2(self.mlp(y))))
+
+
+class AttentionPool(nn.Module):
+    """A learned query attends to the tokens, followed by an MLP ("MAP head", arXiv 2106.04560)."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.heads, self.head_width = config.heads, config.head_width
+        inner = self.heads * self.head_width
+        self.latent = nn.Parameter(torch.empty(1, 1, config.width))
+        self.q = nn.Linear(config.width, inner)
+        self.kv = nn.Linear(config.width, 2 * inner)
+        self.proj = nn.Linear(inner, config.width)
+        self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
+        self.mlp = Mlp(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, T, D) to (B, D)."""
+        query, key, value = self._project(x)
+        return self._merge(F.scaled_dot_product_attention(query, key, value))
+
+    def traced(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output of `forward` and the attention weights of the query over the tokens, (B, H, T)."""
+        query, key, value = self._project(x)
+        logits = (query * self.head_width**-0.5) @ key.transpose(-2, -1)
+        # The output is computed from the returned weights, so that gradients flow to them.
+        weights = logits.softmax(dim=-1, dtype=torch.float32)[:, :, 0]
+        return self._merge(weights[:, :, None].to(value.dtype) @ value), weights
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the query (B, H, 1, d), and keys and values, each (B, H, T, d)."""
+        B, T, _ = x.shape
+        query = self.q(self.latent).reshape(1, 1, self.heads, self.head_width).transpose(1, 2).expand(B, -1, -1, -1)
+        key, value = self.kv(x).reshape(B, T, 2, self.heads, self.head_width).permute(2, 0, 3, 1, 4).unbind(0)
+        return query, key, value
+
+    def _merge(self, x: Tensor) -> Tensor:
+        """Concatenate the heads (B, H, 1, d) and apply the MLP: (B, D)."""
+        x = self.proj(x.transpose(1, 2).flatten(2))
+        x = x + self.mlp(self.norm(x))
+        return x[:, 0]
+
+
+class PreLogits(nn.Module):
+    """The paper's representation layer: Linear and tanh."""
+
+    def __init__(self, width: int, representation: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(width, representation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (…, D) to (…, representation)."""
+        return torch.tanh(self.fc(x))

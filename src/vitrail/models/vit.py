@@ -18,14 +18,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vitrail.errors import ConfigError, InputError
-from vitrail.models.blocks import Block
+from vitrail.models.blocks import AttentionPool, Block, PreLogits
 from vitrail.models.checks import check_images, read_layer, read_layers
 from vitrail.models.config import ViTConfig
 from vitrail.models.initialise import initialise
-from vitrail.models.pooling import AttentionPool, PreLogits
 from vitrail.models.position import (
+    Method,
     TokenPositions,
     add_table,
+    check_method,
     drop_patches,
     gather_tokens,
     keep_positions,
@@ -35,7 +36,6 @@ from vitrail.models.position import (
     rope_2d,
     sincos_2d,
 )
-from vitrail.models.resample import Method, check_method
 from vitrail.models.stems import STEMS, resized_stem
 
 
@@ -178,7 +178,7 @@ class ViT(nn.Module):
     ) -> None:
         """Change the image or patch size, resampling position tables and patch kernels.
 
-        `method` is the resampling method for positions; see `vitrail.models.resample`. Resampled tensors are new
+        `method` is the resampling method for positions; see `vitrail.models.position`. Resampled tensors are new
         parameters: create the optimizer afterwards.
         """
         changes = {"image_size": image_size, "patch_size": patch_size}

@@ -4,13 +4,27 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from vitrail.charts.svg import escape
-from vitrail.metrics.pairs import Paired
+from vitrail.metrics.intervals import Paired
 from vitrail.reports.curves import curves_of_two
-from vitrail.reports.disagreements import disagreements
-from vitrail.reports.formatting import as_percent, cut, loss_span, plural, points, span
-from vitrail.reports.page import Cell, Column, Section, absent, name, page, paragraph, table, warnings
-from vitrail.reports.predictions import PairedPredictions, evaluated_on_same_images, paired_predictions
-from vitrail.reports.reproduce import command
+from vitrail.reports.model import command
+from vitrail.reports.page import (
+    Cell,
+    Column,
+    Section,
+    absent,
+    as_percent,
+    cut,
+    loss_span,
+    name,
+    page,
+    paragraph,
+    plural,
+    points,
+    span,
+    table,
+    warnings,
+)
+from vitrail.reports.run_artifacts import PairedPredictions, disagreements, evaluated_on_same_images, paired_predictions
 from vitrail.reports.run_record import Record, RunResult, settings
 
 SIGNIFICANCE = 0.05

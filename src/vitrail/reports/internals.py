@@ -10,13 +10,12 @@ from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.inputs import Item, fitted
 from vitrail.errors import VitrailError
 from vitrail.explanations.explain import Explainer
+from vitrail.explanations.explanation import enlarged
 from vitrail.explanations.figures import Absent, Figure, distance_figure, filters_figure, positions_figure
 from vitrail.explanations.figures.distance import IMAGES
 from vitrail.explanations.figures.examples import attended
-from vitrail.explanations.overlay import enlarged
 from vitrail.explanations.request import ExplanationRequest
-from vitrail.reports.formatting import ended
-from vitrail.reports.page import Section, absent, embedded_image, paragraph
+from vitrail.reports.page import Section, absent, embedded_image, ended, paragraph
 from vitrail.reports.run_artifacts import SIDE, RunArtifacts
 
 TITLE = "Inside the model"

@@ -6,19 +6,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vitrail.errors import ConfigError
-from vitrail.reports.classes import calibration, classes, confusion
+from vitrail.reports.classes import calibration, classes, confusion, mistakes
 from vitrail.reports.compare import compare
 from vitrail.reports.curves import curves
 from vitrail.reports.data import data, unreadable_samples
-from vitrail.reports.formatting import cut
 from vitrail.reports.internals import inside
-from vitrail.reports.mistakes import mistakes
-from vitrail.reports.model import model_summary
-from vitrail.reports.page import GENERATOR, page, warnings
-from vitrail.reports.predictions import unreadable_predictions
-from vitrail.reports.reproduce import reproduce
+from vitrail.reports.model import model_summary, reproduce
+from vitrail.reports.page import GENERATOR, cut, page, warnings
 from vitrail.reports.result import head, result
-from vitrail.reports.run_artifacts import RunArtifacts, open_artifacts
+from vitrail.reports.run_artifacts import RunArtifacts, open_artifacts, unreadable_predictions
 from vitrail.reports.run_record import Record, read_run
 from vitrail.training.run_folder import write_text
 

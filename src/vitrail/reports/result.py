@@ -6,8 +6,7 @@ import numpy as np
 
 from vitrail.charts.svg import escape
 from vitrail.metrics.classification import most_confused
-from vitrail.reports.formatting import as_percent, loss_span, plural, span
-from vitrail.reports.page import Section, absent, name, paragraph
+from vitrail.reports.page import Section, absent, as_percent, loss_span, name, paragraph, plural, span
 from vitrail.reports.run_record import Record, RunResult
 from vitrail.training.run_folder import best_row
 

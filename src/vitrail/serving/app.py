@@ -1,6 +1,9 @@
 """The routes: each one parses a request, runs a model and encodes the response."""
 
+import asyncio
 import re
+from collections.abc import Awaitable, Coroutine
+from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.middleware.cors import CORSMiddleware
@@ -9,18 +12,111 @@ from starlette.responses import Response
 from starlette.routing import Route, Router, request_response
 from starlette.types import ASGIApp
 
-from vitrail.errors import CheckpointError
-from vitrail.serving.counters import Counters
+from vitrail.data.sources.source import Pixels
+from vitrail.errors import CheckpointError, VitrailError
+from vitrail.serving.batching import QueueSlot
+from vitrail.serving.connections import client_key
+from vitrail.serving.decoders import Decoders
 from vitrail.serving.files import page_files, sample_list
-from vitrail.serving.handler import RequestHandler
-from vitrail.serving.http_errors import HttpError
-from vitrail.serving.lifecycle import Lifecycle
+from vitrail.serving.http_errors import ClientDisconnected, HttpError, as_http_error
+from vitrail.serving.lifecycle import Counters, Lifecycle
 from vitrail.serving.middleware import Middleware, as_json
-from vitrail.serving.model_registry import ModelRegistry
+from vitrail.serving.model_registry import ModelRegistry, ServedModel
 from vitrail.serving.openapi import document
-from vitrail.serving.options import EmbedOptions, ExplainOptions, PredictOptions
-from vitrail.serving.request_body import Kind, Uploads, read_options, read_request
+from vitrail.serving.operations import Operation
+from vitrail.serving.request import (
+    EmbedOptions,
+    ExplainOptions,
+    Kind,
+    PredictOptions,
+    Uploads,
+    read_options,
+    read_request,
+)
 from vitrail.serving.settings import Settings
+
+T = TypeVar("T")
+
+
+class RequestHandler:
+    """Runs requests for all models."""
+
+    def __init__(self, settings: Settings, counters: Counters) -> None:
+        self._settings, self._counters = settings, counters
+        self.decoders = Decoders(settings)
+
+    async def handle(
+        self, request: Request, served: ServedModel, operation: Operation, images: list[bytes], task: str
+    ) -> Any:
+        """Return one result per image, in order; an error in a single-image request raises `HttpError`."""
+        operation.check(served, len(images))
+        slots = served.batcher.reserve(len(images), alone=operation.alone)
+        # A failed image does not stop the others; the deadline or a disconnect cancels all of them.
+        client, header_lock = client_key("" if request.client is None else request.client.host), asyncio.Lock()
+        work = asyncio.gather(
+            *(
+                self._run_one(
+                    served, operation, self.decoders.decode(image, served.bundle.preprocess, client, header_lock), slot
+                )
+                for image, slot in zip(images, slots, strict=True)
+            ),
+            return_exceptions=True,
+        )
+        try:
+            outcomes = await within(work, request, self._settings.deadline)
+        finally:
+            for slot in slots:
+                slot.leave()
+        results = []
+        for outcome in outcomes:
+            if isinstance(outcome, HttpError) and len(outcomes) > 1 and outcome.status < 500:
+                results.append({"error": outcome.message})
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            else:
+                results.append(outcome)
+        self._counters.images.labels(served.name, task).inc(len(results))
+        return results
+
+    async def _run_one(
+        self, served: ServedModel, operation: Operation, decoded: Coroutine[Any, Any, Pixels], slot: QueueSlot
+    ) -> Any:
+        pixels = await decoded
+        try:
+            return await served.batcher.submit(operation, pixels, slot)
+        except VitrailError as error:
+            raise as_http_error(error) from None
+
+
+async def within(work: "asyncio.Future[T]", request: Request, seconds: float) -> T:
+    """Await `work`; cancel it if the deadline passes or the client disconnects first."""
+    disconnect: asyncio.Future[None] = asyncio.ensure_future(_wait_for_disconnect(request))
+    pending: set[asyncio.Future[Any]] = {work, disconnect}
+    try:
+        done, _ = await asyncio.wait(pending, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if work in done:
+            return work.result()
+        if disconnect in done:
+            raise ClientDisconnected
+        raise HttpError(504, f"no result within {seconds:g} s; try again later", reason="deadline")
+    finally:
+        for future in (work, disconnect):
+            if not future.done():
+                future.cancel()
+        await _wait_cancelled(work)
+
+
+async def _wait_cancelled(work: Awaitable[Any]) -> None:
+    """Wait until cancelled work has released its resources."""
+    try:
+        await work
+    except (asyncio.CancelledError, Exception):  # the outcome was already used, or is no longer needed
+        return
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 class Service:

@@ -14,8 +14,8 @@ from time import monotonic, perf_counter
 from typing import Any, Protocol
 
 from vitrail.data.sources.source import Pixels
-from vitrail.serving.counters import Counters
 from vitrail.serving.http_errors import HttpError
+from vitrail.serving.lifecycle import Counters
 
 
 class Batchable(Protocol):

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from time import monotonic
 from typing import Protocol
 
-from vitrail.serving.counters import Counters
+from vitrail.serving.lifecycle import Counters
 
 RESERVED = 64
 """File descriptors reserved for reloads, decoders and connections that are being closed."""

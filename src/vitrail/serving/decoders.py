@@ -10,11 +10,11 @@ import json
 import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections import Counter
-from collections.abc import Hashable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import NamedTuple, cast
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -23,9 +23,45 @@ from vitrail.data.sources.source import Pixels
 from vitrail.serving.connections import rate_limited_log
 from vitrail.serving.decoder_process import READY, RESULT_HEADER, TASK_HEADER
 from vitrail.serving.decoding import check_upload
-from vitrail.serving.fair_queue import FairQueue
 from vitrail.serving.http_errors import HttpError
 from vitrail.serving.settings import Settings
+
+Job = TypeVar("Job")
+
+
+class FairQueue(Generic[Job]):
+    """Queued jobs by client and request."""
+
+    def __init__(self) -> None:
+        self._clients: OrderedDict[Hashable, OrderedDict[Hashable, deque[Job]]] = OrderedDict()
+
+    def __iter__(self) -> Iterator[Job]:
+        return (job for requests in self._clients.values() for jobs in requests.values() for job in jobs)
+
+    def add(self, client: Hashable, request: Hashable, job: Job) -> None:
+        """Append a job to its request."""
+        self._clients.setdefault(client, OrderedDict()).setdefault(request, deque()).append(job)
+
+    def take(self, may: Callable[[Hashable], bool]) -> tuple[Hashable, Job] | None:
+        """Take a job of the least recently served client for which `may` returns True."""
+        for client in self._clients:
+            if may(client):
+                return client, self._pop(client)
+        return None
+
+    def _pop(self, client: Hashable) -> Job:
+        requests = self._clients[client]
+        request = next(iter(requests))
+        jobs = requests[request]
+        job = jobs.popleft()
+        requests.move_to_end(request)
+        self._clients.move_to_end(client)
+        if not jobs:
+            del requests[request]
+        if not requests:
+            del self._clients[client]
+        return job
+
 
 START_TIME = 60.0
 """Seconds a new process may take to import its modules; 0.1 s on an idle machine."""

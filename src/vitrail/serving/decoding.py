@@ -7,7 +7,7 @@ so nothing here may import torch.
 from collections.abc import Collection
 
 from vitrail.data.decode import LazyImage, TooManyPixels, open_image
-from vitrail.data.limits import Outline
+from vitrail.data.image_files import Outline
 from vitrail.data.preprocess import Preprocess, resized_size
 from vitrail.data.sources.source import Pixels
 from vitrail.data.structure import outline

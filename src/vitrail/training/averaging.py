@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.schema import Frozen
-from vitrail.training.schedules import Steps
+from vitrail.training.optimizers import Steps
 
 
 class Averaging(Frozen):

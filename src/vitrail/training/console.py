@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from vitrail.terminal import printable
+from vitrail.text import printable
 from vitrail.training.criterion import COLUMNS, TITLES, Criterion
 from vitrail.training.defaults import ResolvedDefault
 from vitrail.training.display import Status, defaults_lines, defaults_table

@@ -1,4 +1,4 @@
-"""Resolve what a recipe leaves unset from the data and the model, each with a reason."""
+"""Resolve what a recipe leaves unset from the data and the model, each with a reason; warnings before a weak run."""
 
 import math
 from typing import Any, NamedTuple
@@ -14,13 +14,14 @@ from vitrail.data.decode import decode, open_image
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Source
 from vitrail.errors import ConfigError, DataError
+from vitrail.metrics.baselines import PRETRAINED
 from vitrail.models.checks import per_token
 from vitrail.models.config import ConvLayer, ViTConfig
 from vitrail.models.variants import PAPER, variant_config
 from vitrail.training.criterion import Criterion
 from vitrail.training.finetune_init import FinetuneInit, planned_config
+from vitrail.training.optimizers import learning_rate
 from vitrail.training.recipe import Recipe
-from vitrail.training.schedules import learning_rate
 
 SAMPLED_IMAGES = 64
 """Number of images to open when describing the data."""
@@ -324,3 +325,22 @@ def _mixing(facts: DataFacts, defaults: list[ResolvedDefault]) -> Mixing:
     defaults.append(ResolvedDefault("mixing", "mixup and CutMix", "reduces overfitting"))
     often = facts.side <= SMALL_SIDE and not facts.grey
     return Mixing(mixup=0.2, cutmix=1.0, chance=0.7 if often else 0.5)
+
+
+FEW = 5_000
+"""With fewer photos than this, a Vision Transformer trained from scratch stays weak."""
+
+
+def before_training(facts: DataFacts, *, fresh: bool) -> list[str]:
+    """Return warnings about training from scratch on few photos, with what to do instead; usually empty."""
+    if not fresh or facts.images >= FEW or facts.side <= SMALL_SIDE:
+        return []
+    repository = PRETRAINED.removeprefix("timm:")
+    return [
+        f"few photos: training from scratch on {facts.images:,} images. Expect much lower accuracy than with a "
+        "pretrained model: a Vision Transformer has no built-in knowledge of images and must learn edges, textures and "
+        "shapes from these images alone",
+        f"better: start from a pretrained model, --from {PRETRAINED} (on a CPU add --recipe linear-probe). Without a "
+        f"network: run hf download timm/{repository} --local-dir vit-small elsewhere, copy the folder here and use "
+        "--from vit-small",
+    ]

@@ -11,10 +11,10 @@ from vitrail.checkpoints.adapt import adapt
 from vitrail.checkpoints.bundle import METRICS, Bundle
 from vitrail.checkpoints.keys import Weights
 from vitrail.checkpoints.load import open_checkpoint
-from vitrail.checkpoints.strict import loaded_model
+from vitrail.checkpoints.tensors import loaded_model
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.models.config import ViTConfig
-from vitrail.models.resample import Method
+from vitrail.models.position import Method
 from vitrail.models.vit import ViT
 from vitrail.schema import Frozen
 

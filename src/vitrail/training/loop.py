@@ -22,23 +22,27 @@ from vitrail.models.vit import ViT
 from vitrail.runtime import derive_seed, seed_torch
 from vitrail.training.auto_batch import within_memory
 from vitrail.training.averaging import Average
-from vitrail.training.best import BEST, STATES, Best, save_in_run
-from vitrail.training.criterion import as_good, score, validation_metrics
+from vitrail.training.criterion import BEST, STATES, Best, as_good, save_in_run, score, validation_metrics
 from vitrail.training.defaults import TrainingPlan
 from vitrail.training.distributed import RunContext
 from vitrail.training.finetune_init import FinetuneInit, adapted
-from vitrail.training.forward import forward_of, reset_compiled
 from vitrail.training.memory import Job, resident_images
 from vitrail.training.objectives import class_weights, loss_note
-from vitrail.training.optimizers import freeze, make_optimizer
-from vitrail.training.pipelined_step import PipelinedStep
+from vitrail.training.optimizers import freeze, learning_rate, make_optimizer
 from vitrail.training.predictions import predictor
 from vitrail.training.run_folder import RESULT, MetricsFile, write_json
 from vitrail.training.run_logger import RunLogger, card_metrics, gap_warning
-from vitrail.training.schedules import learning_rate
-from vitrail.training.signals import Stopped, stop_signal
+from vitrail.training.sessions import Stopped, stop_signal
 from vitrail.training.state import Progress, Setting, State, load_state, save_state
-from vitrail.training.step import PendingStep, Stepper, StepResult, first_not_finite
+from vitrail.training.step import (
+    PendingStep,
+    PipelinedStep,
+    Stepper,
+    StepResult,
+    first_not_finite,
+    forward_of,
+    reset_compiled,
+)
 
 
 class RunObserver(Protocol):

@@ -28,9 +28,9 @@ from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, autocast
 from vitrail.training import objectives
 from vitrail.training.defaults import TrainingPlan
-from vitrail.training.forward import uses_cuda_graph, uses_fused_pass
 from vitrail.training.muon import Muon
 from vitrail.training.optimizers import Optimizer, freeze, is_matrix, make_optimizer
+from vitrail.training.step import uses_cuda_graph, uses_fused_pass
 
 KERNELS = 64 * 2**20
 """Workspace of CUDA matmuls: 32 MiB each for the forward and the backward thread (Hopper)."""

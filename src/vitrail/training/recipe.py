@@ -29,8 +29,7 @@ from vitrail.training.averaging import Averaging
 from vitrail.training.criterion import Criterion, default_criterion
 from vitrail.training.finetune_init import FinetuneInit
 from vitrail.training.objectives import Objective
-from vitrail.training.optimizers import Optimizer
-from vitrail.training.schedules import Schedule
+from vitrail.training.optimizers import Optimizer, Schedule
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 _MODEL_HAS = {"size": "image_size", "channels": "channels"}

@@ -1,22 +1,72 @@
-"""One training step: forward, backward, clip, update."""
+"""One training step: the forward pass (eager, DDP, compiled or fused), backward, clip, update; and step overlap."""
 
+import gc
 import math
+import threading
+import time
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from vitrail.acceleration.fused_training import FusedTraining, can_checkpoint, can_fuse
 from vitrail.data.augmentation.mixing import mix_pixels
 from vitrail.data.batches import Batch
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import Diverged
-from vitrail.runtime import Precision, autocast, derive_seed, seed_torch
+from vitrail.models.config import ViTConfig
+from vitrail.models.vit import ViT
+from vitrail.runtime import Precision, autocast, derive_seed, faster_in_bf16, seed_torch
 from vitrail.training import objectives
 from vitrail.training.distributed import Ranks
 from vitrail.training.optimizers import can_skip_step, clip_gradients, set_learning_rate, step_unless
 from vitrail.training.recipe import Recipe
 from vitrail.training.state import State
+
+
+def forward_of(model: nn.Module, recipe: Recipe, precision: Precision, ranks: Ranks) -> nn.Module:
+    """Return the module that maps images to logits in a step; its parameters are the model's own."""
+    if not recipe.compile:
+        return ranks.wrap(model)
+    if not (
+        isinstance(model, ViT) and uses_fused_pass(model.config, recipe, precision, ranks.device, alone=ranks.alone)
+    ):
+        return torch.compile(ranks.wrap(model))  # type: ignore[return-value]
+    mode = "reduce-overhead" if uses_cuda_graph(recipe) else None
+    return torch.compile(FusedTraining(model), mode=mode)  # type: ignore[return-value]
+
+
+def uses_fused_pass(
+    config: ViTConfig, recipe: Recipe, precision: Precision, device: torch.device, *, alone: bool
+) -> bool:
+    """Whether a run uses the fused CUDA path."""
+    # Single rank only: torch 2.11 cannot split a custom backward pass, as DDP's gradient buckets need.
+    requested = recipe.compile and precision == "bf16" and not recipe.deterministic and alone
+    supported = not recipe.gradient_checkpointing or can_checkpoint()
+    return requested and supported and device.type == "cuda" and faster_in_bf16(device) and can_fuse(config)
+
+
+def uses_cuda_graph(recipe: Recipe) -> bool:
+    """Whether the fused path runs as a CUDA graph.
+
+    A small model's kernels take less time than Python needs to launch them. But a graph's outputs must be freed before
+    it runs again, which accumulated gradients are not; and torch captures graphs in the main thread only.
+    """
+    return recipe.gradient_accumulation == 1 and threading.current_thread() is threading.main_thread()
+
+
+def reset_compiled(device: torch.device) -> None:
+    """Free everything that compiled models in this process hold; they are recompiled on their next use.
+
+    Otherwise CUDA graphs would keep their memory, and torch's recompile limit would stop it from compiling the ninth
+    model of a sweep.
+    """
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
 
 TRUSTED_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """All of torch's kernels except cuDNN's, for which NaN gradients in bf16 are reported on Hopper GPUs with 64, 192, …
@@ -194,3 +244,34 @@ def first_not_finite(model: nn.Module, stepper: Stepper, batch: Batch) -> str:
         for handle in handles:
             handle.remove()
     return names[0] if names else "none; all outputs were finite, so this step's gradient was not"
+
+
+class PipelinedStep:
+    """Holds a launched step until its metrics are read."""
+
+    def __init__(self) -> None:
+        self.pending: PendingStep | None = None
+        self.batch: Batch | None = None
+        self.lr = self.waited_for = 0.0
+        self.restart()
+
+    def restart(self) -> None:
+        """Start the timer."""
+        self.since, self.idle = time.monotonic(), 0.0
+
+    def waited(self, seconds: float) -> float:
+        """Return how much of a wait for data counts: nothing if the device was busy throughout."""
+        idle = 0.0 if self.pending is not None and self.pending.is_busy() else seconds
+        self.idle += idle
+        return idle
+
+    def put(self, pending: PendingStep, batch: Batch, lr: float, waited: float) -> None:
+        """Store a launched step with its batch and learning rate."""
+        self.pending, self.batch, self.lr, self.waited_for = pending, batch, lr, waited
+
+    def done(self) -> float:
+        """Return the seconds since the previous step finished, without the counted waits for data."""
+        took = time.monotonic() - self.since - self.idle
+        self.pending = self.batch = None
+        self.restart()
+        return max(took, 0.0)

@@ -21,7 +21,7 @@ from vitrail.data.sources.source import place_of
 from vitrail.errors import CheckpointError, ConfigError, Diverged
 from vitrail.io import ContentError, read_json
 from vitrail.runtime import choose_device
-from vitrail.terminal import printable
+from vitrail.text import printable
 from vitrail.training.criterion import COLUMNS, TITLES, Criterion, score, shared_criterion
 from vitrail.training.finetune_init import opened_pretrained
 from vitrail.training.grid import Trial, combine, plan_trials
@@ -38,7 +38,7 @@ from vitrail.training.run_folder import (
     origin_of,
     write_json,
 )
-from vitrail.training.signals import Stopped
+from vitrail.training.sessions import Stopped
 from vitrail.training.train import Run, train
 
 CANDIDATE = "candidate.json"

@@ -20,15 +20,13 @@ from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation import Evaluation
 from vitrail.io import read_json
 from vitrail.runtime import Precision, choose_device, faster_in_bf16, process_group, repeatable
-from vitrail.training.advice import before_training
-from vitrail.training.auto_batch import fit_batch_to_memory
+from vitrail.training.auto_batch import fit_batch_to_memory, memory_limit
 from vitrail.training.console import RunConsole, SilentConsole
-from vitrail.training.defaults import ResolvedDefault, TrainingPlan, describe_data, resolve_defaults
+from vitrail.training.defaults import ResolvedDefault, TrainingPlan, before_training, describe_data, resolve_defaults
 from vitrail.training.distributed import Ranks, RunContext
 from vitrail.training.finetune_init import opened_pretrained
 from vitrail.training.loop import train_run
 from vitrail.training.memory import Job, resident_images
-from vitrail.training.memory_limits import memory_limit
 from vitrail.training.recipe import Recipe, default_recipe, read_recipe
 from vitrail.training.run_folder import (
     CHECK,

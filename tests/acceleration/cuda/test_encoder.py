@@ -10,13 +10,11 @@ from tests.support.peers import relative_error
 from tests.support.tiny_models import KINDS, bundle, pixels
 from torch import Tensor
 
-from vitrail.acceleration.cuda.calibration import MARGIN, calibrate
 from vitrail.acceleration.cuda.elementwise import FP8_MAX, to_fp8
 from vitrail.acceleration.cuda.encoder import LOW, MATMULS, EncoderPrecision, FastBlock, can_fold, can_quantise
-from vitrail.acceleration.cuda.folding import Affine
 from vitrail.acceleration.cuda.graphs import SIZES, CudaGraphs
-from vitrail.acceleration.cuda.matmul import Fp8Matmul, InputCalibration, Matmul
-from vitrail.acceleration.cuda.model import FastModel
+from vitrail.acceleration.cuda.matmul import Affine, Fp8Matmul, InputCalibration, Matmul
+from vitrail.acceleration.cuda.model import MARGIN, FastModel, calibrate
 from vitrail.errors import ConfigError, InputError
 from vitrail.models.vit import ViT
 

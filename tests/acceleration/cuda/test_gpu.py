@@ -10,11 +10,10 @@ from torch import Tensor
 
 import vitrail
 from vitrail import Bundle, Preprocess, ViT, ViTConfig
-from vitrail.acceleration.cuda.calibration import calibrate
 from vitrail.acceleration.cuda.elementwise import to_fp8
 from vitrail.acceleration.cuda.encoder import MATMULS, EncoderPrecision
-from vitrail.acceleration.cuda.model import FastModel
-from vitrail.acceleration.cuda.rounding import observe, round_correlated
+from vitrail.acceleration.cuda.matmul import observe, round_correlated
+from vitrail.acceleration.cuda.model import FastModel, calibrate
 from vitrail.acceleration.engine import prepare
 from vitrail.acceleration.fused_training import FusedTraining
 from vitrail.data.sources.source import Arrays

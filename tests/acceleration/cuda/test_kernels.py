@@ -12,11 +12,10 @@ from tests.support.peers import relative_error
 from tests.support.tiny_models import KINDS, bundle, pixels
 from torch import Tensor
 
-from vitrail.acceleration.cuda import elementwise, encoder, gradients, matmul, model, short_attention
-from vitrail.acceleration.cuda.calibration import calibrate
+from vitrail.acceleration.cuda import attention, elementwise, encoder, matmul, model
 from vitrail.acceleration.cuda.elementwise import FP8, FP8_MAX, Form
 from vitrail.acceleration.cuda.encoder import EncoderPrecision
-from vitrail.acceleration.cuda.model import FastModel
+from vitrail.acceleration.cuda.model import FastModel, calibrate
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -233,7 +232,7 @@ def test_multiply_fp8() -> None:
 @pytest.mark.parametrize("size", [*SIZES, (2000, 40)], ids=str)
 def test_gradient_of_gelu_and_its_sum(size: tuple[int, int]) -> None:
     gradient, x = rows(*size, seed=1), rows(*size)
-    expected, expected_sum = gradients.gelu_gradient(gradient, x)
+    expected, expected_sum = elementwise.gelu_gradient(gradient, x)
     actual, actual_sum = gradient_kernels.gelu_gradient(gradient.to(DEVICE), x.to(DEVICE))
     # The terms of the polynomial cancel, which amplifies rounding: a GPU uses fused multiply-add.
     assert ((actual.cpu() - expected).abs() <= gradient.abs() * (2e-4 if ON_GPU else 1e-5) + 1e-5).all()
@@ -244,7 +243,7 @@ def test_gradient_of_gelu_and_its_sum(size: tuple[int, int]) -> None:
 @pytest.mark.parametrize("size", [*SIZES, (2000, 40)], ids=str)
 def test_concatenated_gradients(size: tuple[int, int]) -> None:
     parts = [rows(*size, seed=number) for number in range(3)]
-    expected, expected_sum = gradients.joined_gradient(*parts)
+    expected, expected_sum = elementwise.joined_gradient(*parts)
     actual, actual_sum = gradient_kernels.joined_gradient(*(part.to(DEVICE) for part in parts))
     assert torch.equal(actual.cpu(), expected)
     assert torch.allclose(actual_sum.cpu(), expected_sum, rtol=1e-5, atol=1e-3)
@@ -267,7 +266,7 @@ if ON_GPU:  # each is compiled separately, and may be miscompiled
 def test_short_attention(tokens: int, heads: int, width: int, dtype: torch.dtype) -> None:
     if ON_GPU and dtype == torch.float32 and tokens * width > 64 * 64:
         pytest.skip("float32 is not used in training, and this size may exceed an SM's shared memory")
-    if ON_GPU and not short_attention.can_attend(DEVICE):
+    if ON_GPU and not attention.can_attend(DEVICE):
         pytest.skip("these kernels are verified only on some GPUs and versions of Triton")
     generator = torch.Generator().manual_seed(0)
     images = 128 if ON_GPU else 3  # enough to keep all SMs busy
@@ -277,7 +276,7 @@ def test_short_attention(tokens: int, heads: int, width: int, dtype: torch.dtype
     tolerance = 5 * (2**-10 if ON_GPU and dtype == torch.float32 else TOLERANCE[dtype])
     seen, lse = short_attention_kernels.short_attention(qkv.to(DEVICE), heads)
     assert (seen.dtype, lse.dtype) == (dtype, torch.float32)
-    expected_seen, expected_totals = short_attention.short_attention(qkv, heads)
+    expected_seen, expected_totals = attention.short_attention(qkv, heads)
     assert relative_error(seen.cpu().float(), expected_seen.float()) < tolerance
     assert relative_error(lse.cpu(), expected_totals) < tolerance
     actual, summed = short_attention_kernels.short_attention_gradient(
@@ -285,9 +284,7 @@ def test_short_attention(tokens: int, heads: int, width: int, dtype: torch.dtype
     )
     again = short_attention_kernels.short_attention_gradient(gradient.to(DEVICE), qkv.to(DEVICE), seen, lse, heads)
     assert torch.equal(again[0], actual)
-    target, expected_sum = short_attention.short_attention_gradient(
-        gradient, qkv, expected_seen, expected_totals, heads
-    )
+    target, expected_sum = attention.short_attention_gradient(gradient, qkv, expected_seen, expected_totals, heads)
     parts = zip(actual.cpu().chunk(3, dim=-1), target.chunk(3, dim=-1), strict=True)
     for number, (part, expected) in enumerate(parts):
         if tokens == 1 and number < 2:  # a single token attends only to itself, so query and key have no gradient
@@ -316,7 +313,7 @@ def test_too_many_tokens_are_refused() -> None:
 
 def test_short_attention_equals_attention() -> None:
     """In float32, compared with torch's attention and autograd, with peaked weights."""
-    if ON_GPU and not short_attention.can_attend(DEVICE):
+    if ON_GPU and not attention.can_attend(DEVICE):
         pytest.skip("these kernels are verified only on some GPUs and versions of Triton")
     heads, width, tokens = 2, 64, 50 if ON_GPU else 197  # limited by shared memory in float32
     generator = torch.Generator().manual_seed(0)

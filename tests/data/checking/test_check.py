@@ -20,10 +20,9 @@ from vitrail.data.checking import findings, survey
 from vitrail.data.checking.check import Report, check_data, quick_check
 from vitrail.data.checking.findings import Finding
 from vitrail.data.decode import open_image
-from vitrail.data.sources.builtin import digits
 from vitrail.data.sources.folders import Folder, open_folder
 from vitrail.data.sources.opening import open_data
-from vitrail.data.sources.source import Arrays, Source
+from vitrail.data.sources.source import Arrays, Source, digits
 from vitrail.data.sources.splits import Splits, split_source
 from vitrail.errors import DataError
 from vitrail.training.recipe import read_recipe

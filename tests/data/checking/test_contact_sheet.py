@@ -9,9 +9,8 @@ from PIL import Image
 
 from vitrail.data.checking import contact_sheet as sheets
 from vitrail.data.checking.contact_sheet import GAP, IMAGES, LINE, MARGIN, TILE, contact_sheet, save_sheet
-from vitrail.data.sources.builtin import digits
 from vitrail.data.sources.folders import open_folder
-from vitrail.data.sources.source import Arrays
+from vitrail.data.sources.source import Arrays, digits
 from vitrail.errors import DataError
 
 TOP = MARGIN + 2 * LINE + LINE

@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitrail.data.sources import index_files, shards
-from vitrail.data.sources.patterns import expand_pattern
 from vitrail.data.sources.shards import open_shards
-from vitrail.data.sources.tar import members
+from vitrail.data.sources.tar import expand_pattern, members
 from vitrail.errors import DataError
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "pax": tarfile.PAX_FORMAT, "gnu": tarfile.GNU_FORMAT}

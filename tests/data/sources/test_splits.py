@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitrail.data.sources.builtin import digits
-from vitrail.data.sources.source import Arrays, Subset
+from vitrail.data.sources.source import Arrays, Subset, digits
 from vitrail.data.sources.splits import split_indices, split_source, splits_from_record
 from vitrail.errors import ConfigError, DataError
 

@@ -17,9 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.acceleration.cuda.elementwise import FP8, Form, activate, norm, quantise
-from vitrail.acceleration.cuda.folding import Affine, fold
-from vitrail.acceleration.cuda.matmul import Fp8Matmul, InputCalibration, Matmul, WeightScales, can_take_fp8
-from vitrail.acceleration.cuda.rounding import InputStatistics, observe
+from vitrail.acceleration.cuda.matmul import (
+    Affine,
+    Fp8Matmul,
+    InputCalibration,
+    InputStatistics,
+    Matmul,
+    WeightScales,
+    can_take_fp8,
+    fold,
+    observe,
+)
 from vitrail.acceleration.onednn import pooled_token
 from vitrail.errors import ConfigError
 from vitrail.models.blocks import Block

@@ -1,4 +1,4 @@
-"""The gradients of `gradients.py` as Triton kernels that write and sum over rows in one pass.
+"""The gradients of `elementwise.py` as Triton kernels that write and sum over rows in one pass.
 
 Triton comes only with torch's CUDA builds, so this file is imported only for CUDA tensors.
 Axes: M rows, N columns.
@@ -79,7 +79,7 @@ _SLOPE_COLUMNS, _JOINED_COLUMNS = 128, 256
 
 
 def gelu_gradient(gradient: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Implement `gradients.gelu_gradient`."""
+    """Implement `elementwise.gelu_gradient`."""
     M, N = x.shape
     gradient, x = gradient.contiguous(), x.contiguous()
     out, (stripes, steps) = torch.empty_like(x), _stripes(M)

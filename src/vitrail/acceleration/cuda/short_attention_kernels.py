@@ -1,4 +1,4 @@
-"""Short attention as Triton kernels: one program per head and image (`short_attention.py`).
+"""Short attention as Triton kernels: one program per head and image (`attention.py`).
 
 Triton comes only with torch's CUDA builds, so this file is imported only for CUDA tensors. Axes: T tokens, D head
 width. T is a compile-time constant, so that full blocks are read without a mask. Loops have `disable_licm`: hoisted
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitrail.acceleration.cuda.short_attention import SUPPORTED_TOKENS
+from vitrail.acceleration.cuda.attention import SUPPORTED_TOKENS
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 BLOCK = tl.constexpr(64)

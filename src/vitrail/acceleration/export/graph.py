@@ -1,15 +1,60 @@
-"""Trace a model once, for any batch size; every export format starts from this graph."""
+"""Trace a model once, for any batch size: the graph every export format starts from, and torch.export's archive."""
 
+import contextlib
 import copy
+import importlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from vitrail.acceleration.packages import quiet
 from vitrail.data.preprocess import Preprocess
-from vitrail.errors import CheckpointError
+from vitrail.errors import CheckpointError, ConfigError
 from vitrail.models.vit import ViT
+
+Extra = Literal["onnx", "openvino"]
+"""The extras of this package that install a runtime."""
+
+
+def require(package: str, extra: Extra) -> ModuleType:
+    """Import a package, or raise with the command that installs it."""
+    try:
+        with quiet():
+            return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise ConfigError(_install_hint(f"{package} needs {error.name}, which is missing", extra)) from None
+        raise ConfigError(_install_hint(f"{package} is not installed", extra)) from None
+    except ImportError as error:
+        raise ConfigError(_install_hint(f"{package} cannot be imported ({error})", extra)) from None
+
+
+def _install_hint(what: str, extra: Extra) -> str:
+    return f"{what}; install it with pip install 'vitrail[{extra}]'"
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence warnings and log lines of other packages; exceptions are still raised."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
 
 INPUT, BATCH = "pixels", "batch"
 TRACED_BATCH = 3
@@ -71,3 +116,25 @@ def _for_inference(model: ViT) -> ViT:
     if like.device.type == "cpu" and like.dtype == torch.float32 and not any(m.training for m in model.modules()):
         return model
     return copy.deepcopy(model).to("cpu", torch.float32).eval()
+
+
+def write_archive(program: ExportedProgram, path: Path) -> None:
+    """Write a traced graph via memory: torch's own writer kills the process if the disk is full."""
+    buffer = io.BytesIO()
+    with quiet():
+        torch.export.save(program, buffer)
+    path.write_bytes(buffer.getbuffer())
+
+
+class Archive:
+    """A loaded torch.export archive."""
+
+    def __init__(self, path: Path) -> None:
+        with quiet():
+            self.module = torch.export.load(path).module()
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Return the outputs for a batch."""
+        with torch.inference_mode():
+            outputs: Tensor = self.module(pixels)
+        return outputs

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from vitrail.acceleration.export.graph import BATCH, INPUT, first_line
-from vitrail.acceleration.packages import Extra, quiet, require
+from vitrail.acceleration.export.graph import BATCH, INPUT, Extra, first_line, quiet, require
 from vitrail.errors import CheckpointError, ConfigError
 
 OPSET = 20

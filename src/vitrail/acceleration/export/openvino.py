@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail.acceleration.export.graph import first_line
+from vitrail.acceleration.export.graph import first_line, quiet, require
 from vitrail.acceleration.export.onnx import write_onnx
-from vitrail.acceleration.packages import quiet, require
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.runtime import Precision
 

@@ -39,7 +39,7 @@ from vitrail.data.checking.rows import (
     save_survey,
 )
 from vitrail.data.decode import open_image
-from vitrail.data.file_types import HEAD, reads_heic, sniff
+from vitrail.data.image_files import HEAD, reads_heic, sniff
 from vitrail.data.sources.contents import content_hash
 from vitrail.data.sources.index_files import index_file
 from vitrail.data.sources.source import Pixels, Source

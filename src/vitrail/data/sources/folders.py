@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data.sources.faults import Faults, report_faults
 from vitrail.data.sources.index_files import Progress, shown
+from vitrail.data.sources.labels import Faults, report_faults
 from vitrail.data.sources.source import Labels, SkippedFile, read_file, stamp_file
 from vitrail.data.sources.tree import Listing, list_images
 

@@ -20,8 +20,8 @@ from vitrail.data.sources.columns import (
     ManifestRow,
     choose_columns,
 )
-from vitrail.data.sources.faults import Faults, report_faults
 from vitrail.data.sources.index_files import Names, NamesBuilder, Progress, shown
+from vitrail.data.sources.labels import Faults, report_faults
 from vitrail.data.sources.source import Labels, read_file, reason_of, stamp_file
 from vitrail.errors import DataError
 from vitrail.io import open_text

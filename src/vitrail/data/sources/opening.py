@@ -8,15 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitrail.data.sources.builtin import digits
-from vitrail.data.sources.faults import Faults, report_faults
 from vitrail.data.sources.folders import open_folder
 from vitrail.data.sources.index_files import Progress, shown
+from vitrail.data.sources.labels import Faults, report_faults
 from vitrail.data.sources.manifests import open_manifest
-from vitrail.data.sources.parquet import open_parquet
-from vitrail.data.sources.patterns import expand_pattern, is_pattern
+from vitrail.data.sources.parquet import Table, Tables, open_parquet, open_tables
 from vitrail.data.sources.shards import open_shards
-from vitrail.data.sources.source import SUFFIXES, Keyed, Labels, Pixels, Source, place_of, reason_of
+from vitrail.data.sources.source import SUFFIXES, Keyed, Labels, Pixels, Source, digits, place_of, reason_of
 from vitrail.data.sources.splits import (
     SPLITS,
     Splits,
@@ -28,7 +26,7 @@ from vitrail.data.sources.splits import (
     splits_from_record,
     too_few,
 )
-from vitrail.data.sources.tables import Table, Tables, open_tables
+from vitrail.data.sources.tar import expand_pattern, is_pattern
 from vitrail.errors import DataError
 
 MANIFESTS = (".csv", ".tsv", ".jsonl", ".parquet")

@@ -12,10 +12,9 @@ from vitrail.data.sources.contents import Contents, digests_of
 from vitrail.data.sources.index_files import Progress, shown
 from vitrail.data.sources.manifests import Manifest
 from vitrail.data.sources.opening import Renumbered, open_data, open_source
-from vitrail.data.sources.parquet import ParquetImages
+from vitrail.data.sources.parquet import ParquetImages, Tables
 from vitrail.data.sources.source import Labels, Pixels, Source, check_source, place_of
 from vitrail.data.sources.splits import Splits, keys_of, split_of
-from vitrail.data.sources.tables import Tables
 from vitrail.errors import ConfigError, DataError, suggest
 from vitrail.io import ContentError, read_json
 

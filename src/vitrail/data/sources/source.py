@@ -1,10 +1,11 @@
-"""`Source`: the protocol of a labelled image dataset: folders, manifests, shards, arrays."""
+"""`Source`: the protocol of a labelled image dataset; datasets in memory, and the digits included in the package."""
 
 import os
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.resources import files
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -200,3 +201,10 @@ def stamp_file(path: str | bytes, name: str) -> tuple[int, int]:
     except (OSError, ValueError) as fault:
         raise DataError(f"{name} cannot be read: {reason_of(fault)}") from None
     return status.st_size, status.st_ctime_ns
+
+
+def digits() -> Arrays:
+    """Return scikit-learn's 1,797 handwritten digits, 8×8 pixels in grey, rescaled from 0…16 to 0…255."""
+    with files("vitrail.data.sources").joinpath("digits.npz").open("rb") as file, np.load(file) as arrays:
+        images, labels = arrays["images"], arrays["labels"].astype(np.int64)
+    return Arrays(images, labels, tuple(str(digit) for digit in range(10)))

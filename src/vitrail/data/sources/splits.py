@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data.sources.faults import report_faults
+from vitrail.data.sources.labels import report_faults
 from vitrail.data.sources.source import Keyed, Labels, Source, Subset
 from vitrail.errors import ConfigError, DataError
 

@@ -13,8 +13,7 @@ from vitrail.data.checking.contact_sheet import drawable
 from vitrail.data.inputs import ImageInput
 from vitrail.errors import InputError
 from vitrail.explanations.explain import explain
-from vitrail.explanations.figures.colours import INK, PALE, PAPER
-from vitrail.explanations.figures.figure import Absent, Figure
+from vitrail.explanations.figures.figure import INK, PALE, PAPER, Absent, Figure
 
 NAME, TITLE = "rollout", "What the model attends to"
 EXAMPLES = 12

@@ -10,9 +10,8 @@ from torch import nn
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.errors import ConfigError, Diverged
-from vitrail.explanations.figures.colours import LINE, PAPER
-from vitrail.explanations.figures.figure import Absent, Figure
-from vitrail.models.resnet import StdConv
+from vitrail.explanations.figures.figure import LINE, PAPER, Absent, Figure
+from vitrail.models.stems import StdConv
 from vitrail.models.vit import ViT
 
 COUNT = 28

@@ -6,8 +6,7 @@ from numpy.typing import NDArray
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.errors import Diverged, InputError
-from vitrail.explanations.figures.figure import Absent, Figure
-from vitrail.explanations.figures.grid_of_grids import EXTENT, EXTENT_OF_MANY, arranged, evenly, joined, panel
+from vitrail.explanations.figures.figure import EXTENT, EXTENT_OF_MANY, Absent, Figure, arranged, evenly, joined, panel
 from vitrail.models.checks import read_layer
 from vitrail.models.config import ViTConfig
 from vitrail.models.position import read_table

@@ -1,4 +1,4 @@
-"""Safe terminal output of untrusted text: class names, file names and messages."""
+"""Text as people read it: numbers, paths and percentages, safe for terminals."""
 
 import re
 

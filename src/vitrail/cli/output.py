@@ -1,11 +1,20 @@
-"""Tables and progress bars, shared by all commands."""
+"""Terminal output of all commands: escaped text, tables and progress bars."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from vitrail.terminal import printable
+import typer
+
+from vitrail.text import printable
+
+
+def echo(text: str = "", *, err: bool = False, bold: bool = False) -> None:
+    """Print text on stdout or stderr, with control characters escaped."""
+    safe = printable(text)
+    typer.echo(typer.style(safe, bold=True) if bold else safe, err=err)
+
 
 Item = TypeVar("Item")
 

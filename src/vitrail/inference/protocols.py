@@ -1,4 +1,17 @@
-"""A linear probe: multinomial logistic regression on standardised features.
+"""The protocols of a probe: few-shot least squares, k-nearest neighbours, a linear probe.
+
+Few-shot classification (the ViT paper, section 4.1):
+
+    minimise ‖X W − Y‖² + l2 ‖W‖²
+
+X holds features, standardised by the examples' mean and standard deviation, with a last column of 100, so large that
+the bias is hardly regularised; Y is 1 for the class of an example and −1 for every other. The solution is in closed
+form, so there is nothing to tune.
+
+k-nearest neighbours as in DINO (arXiv 2104.14294): the k examples with the highest cosine similarity vote for their
+classes, each with weight exp(similarity / 0.07).
+
+A linear probe, multinomial logistic regression on standardised features:
 
     minimise  mean over examples of cross-entropy(x W + b)  +  decay / 2 · ‖W‖²
 
@@ -6,14 +19,107 @@ The problem is convex, so each `decay` has one solution, which L-BFGS finds in f
 on a learning rate nor on a seed. (In scikit-learn's LogisticRegression, C = 1 / (decay · N).)
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitrail.inference.fewshot import EPSILON
+from vitrail.errors import ConfigError
+
+L2 = 2.0**10
+BIAS = 100.0
+EPSILON = 1e-5
+
+
+class LeastSquares(NamedTuple):
+    """A linear classifier on standardised features."""
+
+    mean: Tensor
+    scale: Tensor
+    weights: Tensor
+    """(D + 1, K), the last row for the constant."""
+
+    def scores(self, features: Tensor) -> Tensor:
+        """Return the scores (N, K) of features (N, D); the prediction is the argmax."""
+        return _with_constant((features.to(self.mean) - self.mean) / self.scale) @ self.weights
+
+
+def fit_least_squares(features: Tensor, labels: Tensor, classes: int, *, l2: float = L2) -> LeastSquares:
+    """Solve for the weights in float64, with the smaller of the two Gram matrices: XᵀX if N ≥ D, else XXᵀ."""
+    features = features.double()
+    mean, scale = features.mean(dim=0), features.std(dim=0, correction=0) + EPSILON
+    x = _with_constant((features - mean) / scale)
+    y = 2 * torch.nn.functional.one_hot(labels, classes).to(x) - 1
+    if x.shape[0] >= x.shape[1]:
+        values, vectors = torch.linalg.eigh(x.T @ x)
+        left, right = vectors, vectors.T @ (x.T @ y)
+    else:
+        values, vectors = torch.linalg.eigh(x @ x.T)
+        left, right = x.T @ vectors, vectors.T @ y
+    return LeastSquares(mean, scale, left @ (right / (values[:, None] + l2)))
+
+
+def draw_examples(labels: NDArray[np.int64], shots: int, seed: int) -> NDArray[np.int64]:
+    """Draw `shots` examples of every class, a pure function of labels and seed; fewer shots draw a subset."""
+    return np.concatenate([order[:shots] for order in _orders(labels, seed)])
+
+
+def _orders(labels: NDArray[np.int64], seed: int) -> Iterator[NDArray[np.int64]]:
+    """Yield the examples of each class in random order."""
+    numbers, starts = np.unique(np.sort(labels), return_index=True)
+    by_class = np.split(np.argsort(labels, kind="stable"), starts[1:])
+    for number, own in zip(numbers.tolist(), by_class, strict=True):
+        # Raw output and a stable sort: NumPy guarantees that neither changes between versions.
+        draws = np.random.Philox(key=np.array([seed % 2**64, number], np.uint64)).random_raw(len(own))
+        yield own[np.argsort(draws, kind="stable")]
+
+
+def _with_constant(x: Tensor) -> Tensor:
+    return torch.cat([x, torch.full_like(x[:, :1], BIAS)], dim=1)
+
+
+TEMPERATURE = 0.07
+NEIGHBOURS_AT_ONCE = 2**24
+"""Similarities held in memory at a time."""
+
+
+def vote(
+    examples: Tensor, labels: Tensor, features: Tensor, classes: int, *, k: int = 20, temperature: float = TEMPERATURE
+) -> Tensor:
+    """Return the votes (N, K) for features (N, D); the prediction is the argmax, on ties the first class.
+
+    Among equally near examples, the first ones count.
+    """
+    check_k(k, len(examples))
+    examples, features = F.normalize(examples, dim=1), F.normalize(features, dim=1)
+    votes = torch.zeros(len(features), classes, dtype=torch.float64, device=features.device)
+    rows = max(1, NEIGHBOURS_AT_ONCE // len(examples))
+    for start in range(0, len(features), rows):
+        similar = features[start : start + rows] @ examples.T
+        nearest = _nearest(similar, k)
+        weights = (similar.gather(1, nearest).double() / temperature).exp()
+        votes[start : start + rows].scatter_add_(1, labels[nearest], weights)
+    return votes
+
+
+def check_k(k: int, examples: int) -> None:
+    """Raise if there are fewer than k examples."""
+    if not 1 <= k <= examples:
+        raise ConfigError(f"k is {k:,}; it should be from 1 to {examples:,}, the number of examples")
+
+
+def _nearest(similar: Tensor, k: int) -> Tensor:
+    """Return the k largest columns of each row, on ties the first; topk guarantees no order."""
+    least = similar.topk(k, dim=1).values[:, -1:]
+    above, equal = similar > least, similar == least
+    ties = k - above.sum(dim=1, keepdim=True)
+    chosen = above | (equal & (equal.cumsum(dim=1) <= ties))
+    return chosen.nonzero()[:, 1].view(len(similar), k)
+
 
 DECAYS = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 """Tried in decreasing order, each warm-started from the previous solution."""
