@@ -18,7 +18,7 @@ TESTS = Path(__file__).parent
 LAYER = {
     "_version": 0,
     "errors": 0,
-    "terminal": 0,
+    "text": 0,
     "schema": 1,
     "runtime": 1,
     "io": 1,

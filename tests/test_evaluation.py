@@ -15,17 +15,10 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Arrays, digits
 from vitrail.data.sources.splits import split_of
 from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged
-from vitrail.evaluation import (
-    Evaluation,
-    Predictions,
-    evaluate,
-    evaluate_bundle,
-    evaluate_predictions,
-    percent,
-    predict_all,
-)
+from vitrail.evaluation import Evaluation, Predictions, evaluate, evaluate_bundle, evaluate_predictions, predict_all
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
+from vitrail.text import percent
 
 CPU = torch.device("cpu")
 PRE = Preprocess(size=(8, 8), channels=1, mean=(0.5,), std=(0.5,))

@@ -41,6 +41,7 @@ from vitrail.metrics.intervals import (
 )
 from vitrail.models.checks import per_token
 from vitrail.runtime import Precision, autocast, choose_device
+from vitrail.text import percent
 
 UNSEEN = SeenInTraining()
 WORST = 20
@@ -354,12 +355,6 @@ def evaluate_predictions(predictions: Predictions, source: Source, *, kind: str 
         bad=predictions.bad,
         warnings=tuple(warnings_about(matrix, interval, source.classes)),
     )
-
-
-def percent(fraction: float) -> str:
-    """Format a fraction as a percentage with one decimal; only 1 gives 100.0."""
-    text = f"{100 * fraction:.1f}"
-    return "99.9" if text == "100.0" and fraction < 1 else text
 
 
 @contextmanager

@@ -10,11 +10,11 @@ from pydantic import model_validator as _model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from vitrail.errors import ConfigError, suggest
+from vitrail.text import short_repr
 
 # True while a config is being validated: a nested config leaves its errors to the outer one, which knows the full
 # path ("resnet.depths.0") and reports all errors at once.
 _inside: ContextVar[bool] = ContextVar("_inside", default=False)
-MAX_SHOWN = 200
 
 
 class Frozen(BaseModel):
@@ -71,19 +71,13 @@ def _sentence(cls: type[BaseModel], error: ErrorDetails) -> str:
         case "literal_error":
             expected = error["ctx"]["expected"]
             words = expected.replace(" or ", ", ").split(", ")
-            return f"{path} is {_shown(value)}, which is not one of {expected}" + suggest(
+            return f"{path} is {short_repr(value)}, which is not one of {expected}" + suggest(
                 str(value), [word.strip("'") for word in words]
             )
         case "missing":
             return f"{cls.__name__} needs {path}"
         case _:
-            return f"{path} is {_shown(value)}: {error['msg'][:1].lower()}{error['msg'][1:]}"
-
-
-def _shown(value: Any) -> str:
-    """Return the value's repr, truncated."""
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
+            return f"{path} is {short_repr(value)}: {error['msg'][:1].lower()}{error['msg'][1:]}"
 
 
 def _suggested(cls: type[BaseModel], key: str) -> str:

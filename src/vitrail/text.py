@@ -1,5 +1,6 @@
 """Text as people read it: numbers, paths and percentages, safe for terminals."""
 
+import os
 import re
 
 _UNSAFE = "\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\u061c\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff"
@@ -15,3 +16,108 @@ def printable(text: str, *, line: bool = False) -> str:
     cat\u001b]0;owned\u0007
     """
     return (_IN_LINE if line else _IN_TEXT).sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def printable_path(path: bytes | str) -> str:
+    """Return a path in printable form, on one line, whatever bytes it contains.
+
+    >>> printable_path(b"caf\\xe9/new\\nline.jpg")
+    'caf�/new\\\\nline.jpg'
+    """
+    text = os.fsencode(path).decode("utf-8", "replace")
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def short_repr(value: object, most: int = 200) -> str:
+    """Return the repr of a value, truncated."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first non-empty line of an error message, or the error's type."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def shorten_path(path: str, most: int = 56) -> str:
+    """Shorten a path: keep the whole file name if possible, and as many parent folders as fit.
+
+    >>> shorten_path("/home/someone/photos/of/many/kinds/cat/IMG_1118.JPG", 24)
+    '…/kinds/cat/IMG_1118.JPG'
+    >>> shorten_path("photos/a-name-that-is-far-too-long-to-be-shown.jpg", 25)
+    '…/a-name-that…e-shown.jpg'
+    """
+    if len(path) <= most:
+        return path
+    folders, _, name = path.rpartition("/")
+    if not folders or len(name) > most - 2:
+        return f"…/{shorten(name, most - 2)}" if folders else shorten(name, most)
+    kept = name
+    for folder in reversed(folders.split("/")):
+        if not folder or len(kept) + len(folder) + 3 > most:
+            break
+        kept = f"{folder}/{kept}"
+    return f"…/{kept}"
+
+
+def shorten(text: str, most: int = 60) -> str:
+    """Shorten a text in its middle, where file names differ least."""
+    if len(text) <= most:
+        return text
+    half = (most - 1) // 2
+    return f"{text[:half]}…{text[-half:]}"
+
+
+def plural(count: int, one: str, more: str = "") -> str:
+    """Format a count with its noun: 1 image, 2 images."""
+    return f"{count:,} {one if count == 1 else more or f'{one}s'}"
+
+
+def ended(text: str) -> str:
+    """Add a full stop unless the sentence already ends.
+
+    >>> ended("it is gone"), ended("was it copied whole?")
+    ('it is gone.', 'was it copied whole?')
+    """
+    return text if text.endswith((".", "?", "!")) else f"{text}."
+
+
+def percent(fraction: float) -> str:
+    """Format a fraction as a percentage with one decimal; only 1 gives 100.0."""
+    text = f"{100 * fraction:.1f}"
+    return "99.9" if text == "100.0" and fraction < 1 else text
+
+
+def as_percent(value: float | None) -> str:
+    """Format a fraction as a percentage; a dash for None."""
+    return "–" if value is None else f"{percent(value)}%"
+
+
+def duration(seconds: float) -> str:
+    """Format a duration.
+
+    >>> duration(8.4), duration(95), duration(7300)
+    ('8.4 s', '1 min 35 s', '2 h 2 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def byte_size(count: float) -> str:
+    """Format a number of bytes with three digits.
+
+    >>> byte_size(812), byte_size(412_345_678), byte_size(3.42e9)
+    ('812 bytes', '412 MB', '3.42 GB')
+    """
+    units = ["bytes", "kB", "MB", "GB", "TB"]
+    while count >= 999.5 and len(units) > 1:
+        count, units = count / 1000, units[1:]
+    return f"{count:.3g} {units[0]}"

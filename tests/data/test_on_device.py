@@ -5,14 +5,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.device_augmentation import apply_all
 
 from vitrail.data.augmentation import augment
 from vitrail.data.augmentation.augment import Affine, Augmentation, AugmentationPlan, Jitter
-from vitrail.data.augmentation.device_operations import pack_operations
 from vitrail.data.augmentation.draws import draws
-from vitrail.data.augmentation.on_device import apply_packed, check_on_device
+from vitrail.data.augmentation.on_device import check_on_device
 from vitrail.data.augmentation.randaugment import BIG_VISION, USUAL, Operation, RandAugment, draw, usual_magnitude
-from vitrail.data.packing import PackedArrays
 from vitrail.errors import ConfigError
 
 SIZE = (24, 32)
@@ -29,13 +28,6 @@ def images(count: int, channels: int = 3) -> np.ndarray:
         smooth = np.stack(waves, axis=2) * (high - low) / 2 + (high + low) / 2
         made.append((smooth + generator.normal(0, 8, smooth.shape)).clip(0, 255).astype(np.uint8))
     return np.stack(made)
-
-
-def apply_all(plans: list[AugmentationPlan], pixels: torch.Tensor) -> torch.Tensor:
-    """Apply to each image of (B, C, H, W), uint8, its plan."""
-    packed = PackedArrays()
-    operations = pack_operations(plans, (pixels.shape[2], pixels.shape[3]), packed)
-    return apply_packed(operations, packed.memory().to(pixels.device), pixels)
 
 
 def compare(plans: list[AugmentationPlan], pixels: np.ndarray) -> tuple[float, int]:

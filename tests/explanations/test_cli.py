@@ -10,9 +10,9 @@ from PIL import Image
 from tests.support.commands import CommandOutput, RunCommand, run_command
 from tests.support.reference_explanations import bundle, noise
 
-from vitrail.evaluation import percent
 from vitrail.explanations.explanation import CAPTION, GAP, Explanation, captioned
 from vitrail.inference.classifier import Classifier
+from vitrail.text import percent
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from tests.support.tiny_runs import CLASSES
 
 from vitrail.metrics.intervals import paired
 from vitrail.reports.compare import _statement
-from vitrail.reports.page import as_percent
 from vitrail.reports.report import report
 from vitrail.reports.run_artifacts import paired_predictions
 from vitrail.reports.run_record import read_run
+from vitrail.text import as_percent
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.source import Arrays
 from vitrail.evaluation import Predictions, evaluate_predictions
 from vitrail.reports.curves import _floor, loss_note
-from vitrail.reports.page import file_name
 from vitrail.reports.report import report
 from vitrail.reports.run_record import read_run
+from vitrail.text import shorten_path
 from vitrail.training.objectives import Objective, loss, targets
 from vitrail.training.train import train
 
@@ -90,7 +90,7 @@ def test_a_file_name_is_shown_from_its_start(bare: Path) -> None:
 @pytest.mark.parametrize("most", [12, 20, 40])
 def test_a_short_path_has_both_ends_of_the_name(most: int) -> None:
     for name in ("IMG_1.JPG", "a" * 30 + "middle" + "z" * 30 + ".png"):
-        shown = file_name(f"/home/photos/{name}", most)
+        shown = shorten_path(f"/home/photos/{name}", most)
         assert shown.rpartition("/")[2].startswith(name[:4])
         assert shown.endswith(name[-4:])
         assert len(shown) <= most + 2

@@ -20,10 +20,11 @@ from vitrail.data.sources.source import Arrays
 from vitrail.errors import ConfigError
 from vitrail.evaluation import Predictions, evaluate_predictions
 from vitrail.metrics.intervals import wilson_interval
-from vitrail.reports.page import as_percent, points, span
+from vitrail.reports.page import points, span
 from vitrail.reports.report import report, report_of_finished
 from vitrail.reports.run_artifacts import RunArtifacts
 from vitrail.reports.run_record import read_run
+from vitrail.text import as_percent
 
 MARKUP = "<i>\"'><b evil=\"\" evil='' "
 

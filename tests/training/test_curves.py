@@ -80,8 +80,8 @@ def test_no_text_overlaps_or_leaves_the_drawing(tmp_path: Path) -> None:
                 assert 0 <= left < right <= drawn["width"], (case, text)
                 assert 0 <= top < bottom <= drawn["height"], (case, text)
             for (one, *box), (other, *there) in itertools.combinations(texts, 2):
-                beside = box[2] <= there[0] or there[2] <= box[0] or box[3] <= there[1] or there[3] <= box[1]
-                assert beside, (case, one, other)
+                apart = box[2] <= there[0] or there[2] <= box[0] or box[3] <= there[1] or there[3] <= box[1]
+                assert apart, (case, one, other)
 
 
 def test_the_file(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from vitrail.data.sources.contents import digests_of, recorded_contents
 from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.selection import seen_in_training
 from vitrail.data.sources.source import Arrays
-from vitrail.evaluation import percent
+from vitrail.text import percent
 from vitrail.training import samples
 from vitrail.training.criterion import save_in_run
 from vitrail.training.samples import keep_samples, read_samples, samples_of_bundle

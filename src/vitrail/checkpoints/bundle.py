@@ -24,7 +24,7 @@ from vitrail.errors import CheckpointError
 from vitrail.io import atomic_write, file_digest
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
-from vitrail.schema import MAX_SHOWN
+from vitrail.text import short_repr
 
 
 def imagenet_names() -> tuple[str, ...]:
@@ -170,11 +170,6 @@ def _names(classes: tuple[str, ...] | None, outputs: int) -> str:
     return f"{len(classes)} ({shown}{', …' if len(classes) > 10 else ''})"
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
-
-
 def _misfit(preprocess: Preprocess, config: ViTConfig) -> str | None:
     """Return how the preprocessing does not match the model's input; None if it matches."""
     if (preprocess.size, preprocess.channels) == (config.image_size, config.channels):
@@ -215,7 +210,7 @@ def read_bundle(folder: Path, *, fresh: Sequence[str] = (), dtype: Dtype = "floa
     version = ours.get("format_version")
     if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{folder} is a bundle of format {_short(version)}, and this version of vitrail reads format "
+            f"{folder} is a bundle of format {short_repr(version)}, and this version of vitrail reads format "
             f"{FORMAT_VERSION}; update vitrail"
         )
     missing = [key for key in ("vit", "preprocess", "classes", "provenance") if key not in ours]
@@ -235,10 +230,10 @@ def read_bundle(folder: Path, *, fresh: Sequence[str] = (), dtype: Dtype = "floa
         raise CheckpointError(f"{folder / CONFIG} {misfit}; was it edited?")
     names = ours["classes"]
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        actual = _short(names)
+        actual = short_repr(names)
         raise CheckpointError(f"{folder / CONFIG} should have a list of names as classes, found {actual}")
     if not isinstance(ours["provenance"], dict):
-        actual = _short(ours["provenance"])
+        actual = short_repr(ours["provenance"])
         raise CheckpointError(f"{folder / CONFIG} should have an object as provenance, found {actual}")
     classes = None if names is None else tuple(names)
     provenance = {**ours["provenance"], **({"fresh": initialised} if initialised else {})}

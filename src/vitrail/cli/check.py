@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitrail.cli.output import echo, print_table, progress
+from vitrail.text import byte_size
 
 if TYPE_CHECKING:
     from vitrail.data.checking.check import Report
@@ -132,7 +133,7 @@ def _print_report(report: "Report") -> None:
     _heading("Sizes: the shorter side, in pixels")
     _print_sizes(report)
     _heading("Files")
-    _print_wrapped(f"{_bytes(report.bytes)} in all; {_listed(report.formats)}; {_listed(report.modes)}")
+    _print_wrapped(f"{byte_size(report.bytes)} in all; {_listed(report.formats)}; {_listed(report.modes)}")
     _print_wrapped(f"Not looked for: {'; '.join(report.not_looked_for)}.")
 
 
@@ -218,11 +219,3 @@ def _listed(counts: dict[str, int]) -> str:
     if len(counts) == 1:
         return f"all {next(iter(counts))}"
     return ", ".join(f"{count:,} {word}" for word, count in counts.items())
-
-
-def _bytes(count: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.3g} TB"

@@ -8,6 +8,7 @@ import typer
 
 from vitrail.cli.output import echo, print_table, progress
 from vitrail.cli.overrides import Keys, Overrides, open_model
+from vitrail.text import as_percent
 
 if TYPE_CHECKING:
     from vitrail.evaluation import Evaluation
@@ -82,7 +83,7 @@ def eval(
 
 
 def _print_evaluation(evaluation: "Evaluation", every_class: bool) -> None:
-    from vitrail.evaluation import percent
+    from vitrail.text import percent
 
     echo(f"{evaluation.summary}.")
     echo("")
@@ -133,7 +134,7 @@ def _print_evaluation(evaluation: "Evaluation", every_class: bool) -> None:
 
 def _calibration(evaluation: "Evaluation") -> str:
     """Compare the mean confidence with the accuracy, in words."""
-    from vitrail.evaluation import percent
+    from vitrail.text import percent
 
     full = [row for row in evaluation.reliability if row.confidence is not None]
     confidence = sum(row.images * (row.confidence or 0) for row in full) / evaluation.images
@@ -147,7 +148,7 @@ def _print_classes(evaluation: "Evaluation", every_class: bool) -> None:
     _heading("Classes, the weakest first")
     print_table(
         ("class", "images", "recall", "precision", "F1"),
-        [(r.name, f"{r.images:,}", _percent(r.recall), _percent(r.precision), _percent(r.f1)) for r in listed],
+        [(r.name, f"{r.images:,}", as_percent(r.recall), as_percent(r.precision), as_percent(r.f1)) for r in listed],
         numbers=("images", "recall", "precision", "F1"),
     )
     if len(rows) > len(listed):
@@ -158,15 +159,9 @@ def _print_classes(evaluation: "Evaluation", every_class: bool) -> None:
 
 
 def _span(interval: "Interval | None") -> str:
-    from vitrail.evaluation import percent
+    from vitrail.text import percent
 
     return "" if interval is None else f"{percent(interval.low)}–{percent(interval.high)}"
-
-
-def _percent(fraction: float | None) -> str:
-    from vitrail.evaluation import percent
-
-    return "–" if fraction is None else f"{percent(fraction)}%"
 
 
 def _heading(text: str) -> None:

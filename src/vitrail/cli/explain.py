@@ -69,14 +69,13 @@ def explain(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
 ) -> None:
     """Show which patches support a prediction, or what a model attends to: write a PNG per image."""
-    from vitrail.data.sources.index_files import shown
     from vitrail.errors import DataError
     from vitrail.explanations.explain import Explainer, check_grid
     from vitrail.explanations.explanation import ending_of, plan_outputs
     from vitrail.explanations.request import ExplanationRequest
     from vitrail.inference.listing import list_items, read_stdin
     from vitrail.inference.skipped import SkippedFiles
-    from vitrail.reports.page import cut
+    from vitrail.text import printable_path, shorten
 
     request = ExplanationRequest(method, layer, head, query, fuse, discard)  # type: ignore[arg-type]
     if grid is not None:
@@ -86,7 +85,7 @@ def explain(
     for text in skipped.messages():
         echo(f"vitrail: {text}", err=True)
     if not items:
-        raise DataError(f"no images in {', '.join(map(shown, images))}")
+        raise DataError(f"no images in {', '.join(map(printable_path, images))}")
     ending = ending_of(request, target, grid)
     planned = plan_outputs([item.name for item in items], out, ending, arrays=arrays, overwrite=overwrite)
     explainer = Explainer(open_model(bundle, override, keys), request, target=target, device=device)
@@ -94,13 +93,13 @@ def explain(
     with progress("explaining") as on_explained:
         for number, (item, files) in enumerate(zip(items, planned, strict=True)):
             on_explained(number, len(items))
-            name = shown(os.fsdecode(item.name))
+            name = printable_path(os.fsdecode(item.name))
             try:
                 explanation = _write(explainer, item, name, files, grid, opacity, side, overwrite)
             except DataError as error:
                 bad.append(error)
                 continue
-            rows.append((cut(name), *_class_and_confidence(explanation), str(files.image)))
+            rows.append((shorten(name), *_class_and_confidence(explanation), str(files.image)))
     if not rows:
         raise bad[0]
     titles = ("image", "class", "confidence", "written") if explainer.request.targeted else ("image", "written")
@@ -147,7 +146,7 @@ def _write(
 
 def _class_and_confidence(explanation: "Explanation") -> tuple[str, str]:
     """Return the explained class and its probability."""
-    from vitrail.evaluation import percent
+    from vitrail.text import percent
 
     probability = "" if explanation.probability is None else f"{percent(explanation.probability)}%"
     return "" if explanation.target is None else str(explanation.target), probability

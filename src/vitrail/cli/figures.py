@@ -8,6 +8,7 @@ import typer
 
 from vitrail.cli.output import echo, progress
 from vitrail.cli.overrides import Keys, Overrides, open_model
+from vitrail.text import printable_path
 
 if TYPE_CHECKING:
     import torch
@@ -115,7 +116,6 @@ def _readable(items: Iterable["Item"], bundle: "Bundle") -> "tuple[list[Item], t
     import torch
 
     from vitrail.data.inputs import fitted
-    from vitrail.data.sources.index_files import shown
     from vitrail.errors import DataError, VitrailError
     from vitrail.explanations.figures.distance import IMAGES
 
@@ -127,7 +127,7 @@ def _readable(items: Iterable["Item"], bundle: "Bundle") -> "tuple[list[Item], t
                 pixels.append(fitted(item, bundle.preprocess))
                 readable.append(item)
             except VitrailError as error:
-                bad.append(f"{shown(item.name)}: {error}")
+                bad.append(f"{printable_path(item.name)}: {error}")
     for line in bad[:LISTED]:
         echo(f"skipped: {line}", err=True)
     if len(bad) > LISTED:

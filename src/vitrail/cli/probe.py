@@ -93,7 +93,7 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
 
 
 def _print(result: "ProbeResult") -> None:
-    from vitrail.evaluation import percent
+    from vitrail.text import percent
 
     splits = {
         "recorded": "in the splits of the model's run",

@@ -148,7 +148,7 @@ def _sweep(
 
 
 def _print_sweep(done: "Sweep", keys: list[str]) -> None:
-    from vitrail.evaluation import percent
+    from vitrail.text import percent
     from vitrail.training.criterion import COLUMNS, TITLES
     from vitrail.training.grid import format_value
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from vitrail.data.decode import open_image
 from vitrail.data.image_files import PIXEL_LIMIT
 from vitrail.data.preprocess import Preprocess, resized_size
-from vitrail.data.sources.index_files import shown
 from vitrail.data.sources.shards import read_at
 from vitrail.data.sources.source import Pixels, reason_of
 from vitrail.errors import DataError, InputError, VitrailError
 from vitrail.io import open_regular
+from vitrail.text import printable_path
 
 ImageInput = str | os.PathLike[str] | bytes | Image.Image | np.ndarray[Any, Any] | Tensor
 """A path, the bytes of a file, a Pillow image, an array (height, width[, channels]) or a tensor ([channels,] height,
@@ -87,7 +87,7 @@ def is_one(images: object) -> bool:
 def name_of(image: object, number: int | None) -> str:
     """Return an image's name for messages; `number` is its position among several."""
     if isinstance(image, str | os.PathLike):
-        return shown(os.fspath(image))
+        return printable_path(os.fspath(image))
     return "the image" if number is None else f"image {number}"
 
 

@@ -15,8 +15,8 @@ from PIL.PngImagePlugin import PngInfo
 from vitrail.checkpoints.writing import atomic_file, check_target
 from vitrail.data.sources.source import SUFFIXES
 from vitrail.errors import ConfigError
-from vitrail.evaluation import percent
 from vitrail.explanations.request import ExplanationRequest, Method
+from vitrail.text import percent
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp")
 OPACITY = 0.6

@@ -19,9 +19,9 @@ from vitrail.data.inputs import ImageInput, fitted, is_one, item_of, name_of, no
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Pixels
 from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged, VitrailError
-from vitrail.evaluation import percent
 from vitrail.models.checks import per_token
 from vitrail.runtime import Precision, autocast, choose_device
+from vitrail.text import percent
 
 Errors = Literal["raise", "keep"]
 BATCH = 64

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.data.inputs import Item
-from vitrail.data.sources.index_files import shown
 from vitrail.data.sources.parquet import import_pyarrow
 from vitrail.data.sources.source import reason_of
 from vitrail.errors import DataError
 from vitrail.inference.writing import Format, Sink, complete_records, parquet_path, read_record
+from vitrail.text import printable_path
 
 
 def count_finished(target: Path, format: Format, items: Iterator[Item]) -> Sink:
@@ -25,7 +25,8 @@ def count_finished(target: Path, format: Format, items: Iterator[Item]) -> Sink:
         expected = None if item is None else parquet_path(item.name) if format == "parquet" else item.name
         if written != expected or (row is not None and row[0] != counted.done + 1):
             raise DataError(
-                f"{shown(os.fspath(target))} is finished, but its row {counted.done + 1:,} is {_name(written)} and "
+                f"{printable_path(os.fspath(target))} is finished, but its row {counted.done + 1:,} is "
+                f"{_name(written)} and "
                 f"would now be {_name(expected)}: the images have changed; recreate it with --overwrite"
             )
         if row is not None:
@@ -34,7 +35,7 @@ def count_finished(target: Path, format: Format, items: Iterator[Item]) -> Sink:
 
 
 def _name(path: bytes | None) -> str:
-    return "nothing" if path is None else shown(path)
+    return "nothing" if path is None else printable_path(path)
 
 
 def _rows(target: Path, format: Format) -> Iterator[tuple[int, bytes, str | None]]:
@@ -43,12 +44,13 @@ def _rows(target: Path, format: Format) -> Iterator[tuple[int, bytes, str | None
         yield from _of_parquet(target) if format == "parquet" else _of_lines(target, format)
     except (ValueError, LookupError, TypeError):
         raise DataError(
-            f"{shown(os.fspath(target))} already exists and was not written by predict; choose another name, or "
+            f"{printable_path(os.fspath(target))} already exists and was not written by predict; choose another "
+            "name, or "
             f"replace it with --overwrite"
         ) from None
     except OSError as fault:
         reason = " ".join(reason_of(fault).split())[:200]  # pyarrow's messages have several lines
-        raise DataError(f"{shown(os.fspath(target))} cannot be read: {reason}") from None
+        raise DataError(f"{printable_path(os.fspath(target))} cannot be read: {reason}") from None
 
 
 def _of_lines(target: Path, format: Format) -> Iterator[tuple[int, bytes, str | None]]:

@@ -24,7 +24,6 @@ from pydantic import TypeAdapter
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.inputs import Item
-from vitrail.data.sources.index_files import shown
 from vitrail.data.sources.source import reason_of
 from vitrail.errors import ConfigError, DataError
 from vitrail.inference.writing import (
@@ -38,6 +37,7 @@ from vitrail.inference.writing import (
 )
 from vitrail.io import read_json
 from vitrail.runtime import Precision
+from vitrail.text import printable_path
 
 _DESCRIPTIONS = {
     "places": "other images",
@@ -90,7 +90,7 @@ def digest_model(bundle: Bundle) -> str:
 
 def check_target(target: Path, format: Format, places: Sequence[str], *, resume: bool, overwrite: bool) -> None:
     """Raise if an output cannot be written or would overwrite other data."""
-    name = shown(os.fspath(target))
+    name = printable_path(os.fspath(target))
     if resume and overwrite:
         raise ConfigError("--resume keeps existing rows and --overwrite drops them; give only one of them")
     if resume and format == "table":
@@ -122,7 +122,7 @@ def earlier_job(target: Path) -> Job | None:
         return None
     except (OSError, ValueError):  # pydantic's errors are among them
         raise DataError(
-            f"{shown(os.fspath(_job_file(target)))} cannot be read, so the job cannot be resumed; restart it "
+            f"{printable_path(os.fspath(_job_file(target)))} cannot be read, so the job cannot be resumed; restart it "
             f"with --overwrite"
         ) from None
 
@@ -138,7 +138,8 @@ class Output(Sink):
         before = earlier_job(target) if resume else None
         if before is not None and (differences := before.differences(job)):
             raise DataError(
-                f"{shown(os.fspath(target))} was started with {' and '.join(differences)}; use the same settings, or "
+                f"{printable_path(os.fspath(target))} was started with {' and '.join(differences)}; use the same "
+                "settings, or "
                 f"restart with --overwrite"
             )
         self._fresh = before is None
@@ -170,7 +171,8 @@ class Output(Sink):
         if not started and self.job.format == "parquet":
             _rows_file(self.target, "parquet").unlink()  # just created by us
         raise DataError(
-            f"{shown(os.fspath(self.target))} was written by another process in the meantime; rerun the command to "
+            f"{printable_path(os.fspath(self.target))} was written by another process in the meantime; rerun the "
+            "command to "
             f"resume from there"
         )
 
@@ -208,9 +210,10 @@ class Output(Sink):
                 break
             item = next(items, None)
             if item is None or number != self.done + 1 or path != item.name:
-                actual = "nothing" if item is None else shown(item.name)
+                actual = "nothing" if item is None else printable_path(item.name)
                 raise DataError(
-                    f"row {self.done + 1} of {shown(os.fspath(self.target))} is {shown(path)}, but would now be "
+                    f"row {self.done + 1} of {printable_path(os.fspath(self.target))} is {printable_path(path)}, "
+                    "but would now be "
                     f"{actual}: the images have changed; restart with --overwrite"
                 )
             self.count(path, error)
@@ -266,7 +269,9 @@ def _lock(target: Path, file: io.FileIO) -> None:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise DataError(f"{shown(os.fspath(target))} is being written by another process; wait for it") from None
+        raise DataError(
+            f"{printable_path(os.fspath(target))} is being written by another process; wait for it"
+        ) from None
     except OSError:  # a file system without locks
         return
 
@@ -276,4 +281,4 @@ def _explained(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as fault:
-        raise DataError(f"{shown(os.fspath(target))} cannot be written: {reason_of(fault)}") from None
+        raise DataError(f"{printable_path(os.fspath(target))} cannot be written: {reason_of(fault)}") from None

@@ -16,7 +16,6 @@ from typing import cast
 
 from vitrail.data.inputs import A_URL, Item, is_url
 from vitrail.data.sources.columns import ManifestRow
-from vitrail.data.sources.index_files import shown
 from vitrail.data.sources.manifests import path_of, read_csv, read_in_words, read_jsonl
 from vitrail.data.sources.opening import MANIFESTS, PACKED
 from vitrail.data.sources.parquet import read_parquet
@@ -26,6 +25,7 @@ from vitrail.data.sources.tar import RANGE, expand_pattern, is_pattern, members
 from vitrail.errors import DataError
 from vitrail.inference.skipped import SkippedFiles
 from vitrail.io import open_regular
+from vitrail.text import printable_path
 
 STDIN = "-"
 AT_ONCE = 65_536
@@ -66,16 +66,17 @@ def _check_place(place: str) -> None:
     if place == STDIN:
         return
     if is_url(os.fsencode(place)):
-        raise DataError(f"{shown(place)} is {A_URL}")
+        raise DataError(f"{printable_path(place)} is {A_URL}")
     if os.path.lexists(place):
         if place.lower().endswith(PACKED) and not os.path.isdir(place):
-            raise DataError(f"{shown(place)} is compressed; unpack it and give the result")
+            raise DataError(f"{printable_path(place)} is compressed; unpack it and give the result")
     elif is_pattern(place):
         if not _is_range(place) and next(_matches(place), None) is None:
-            raise DataError(f"no image matches {shown(place)}; correct the pattern")
+            raise DataError(f"no image matches {printable_path(place)}; correct the pattern")
     elif place != "digits":
         raise DataError(
-            f"{shown(place)} does not exist; give files, folders, patterns, manifests ({', '.join(MANIFESTS)}) or tar "
+            f"{printable_path(place)} does not exist; give files, folders, patterns, manifests "
+            f"({', '.join(MANIFESTS)}) or tar "
             f"shards, or - to read paths from stdin"
         )
 

@@ -27,7 +27,6 @@ from vitrail.checkpoints.load import ready_bundle
 from vitrail.data.batches import default_workers, empty_pixels, prefetch
 from vitrail.data.inputs import Item, fitted
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sources.index_files import shown
 from vitrail.data.sources.source import SUFFIXES
 from vitrail.errors import ConfigError, DataError, VitrailError
 from vitrail.inference.classifier import (
@@ -44,6 +43,7 @@ from vitrail.inference.listing import is_plain_file, list_items, read_stdin
 from vitrail.inference.skipped import SkippedFiles
 from vitrail.inference.writing import Format, PredictionRow, Sink, TerminalWriter, choose_format
 from vitrail.runtime import Precision, choose_device
+from vitrail.text import printable_path
 
 SAMPLE = 64
 """Number of images that "auto" precision is chosen on."""
@@ -153,7 +153,7 @@ def _batches(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
 
 def _rows(classifier: Classifier, decoded: Decoded, top: int) -> list[PredictionRow]:
     readable = [name for name, error in zip(decoded.names, decoded.errors, strict=True) if error is None]
-    predictions = iter(classifier.predict_pixels(decoded.pixels, top, lambda index: shown(readable[index])))
+    predictions = iter(classifier.predict_pixels(decoded.pixels, top, lambda index: printable_path(readable[index])))
     rows = []
     for name, error in zip(decoded.names, decoded.errors, strict=True):
         prediction = next(predictions) if error is None else Prediction(error=error)
@@ -242,8 +242,8 @@ def _check_readable(sink: Sink) -> None:
         return
     path, error = sink.first_bad
     if sink.done == 1:
-        raise DataError(f"the only image, {shown(path)}, cannot be read: {error}")
-    raise DataError(f"none of the {sink.done:,} images can be read; the first, {shown(path)}: {error}")
+        raise DataError(f"the only image, {printable_path(path)}, cannot be read: {error}")
+    raise DataError(f"none of the {sink.done:,} images can be read; the first, {printable_path(path)}: {error}")
 
 
 def _check_any(items: Iterator[Item], skipped: SkippedFiles) -> Iterator[Item]:

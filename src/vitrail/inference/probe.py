@@ -14,7 +14,7 @@ from torch import Tensor
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import ready_bundle
 from vitrail.data.batches import BadImage
-from vitrail.data.sources.index_files import Progress, shown
+from vitrail.data.sources.index_files import Progress
 from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.selection import recorded_split
 from vitrail.data.sources.source import Source
@@ -24,6 +24,7 @@ from vitrail.inference.features import DEFAULT_COMPUTE, ComputeOptions, FeatureR
 from vitrail.inference.protocols import check_k, choose_linear, draw_examples, fit_least_squares, vote
 from vitrail.metrics.intervals import Interval, wilson_interval
 from vitrail.runtime import Precision, choose_device
+from vitrail.text import printable_path
 
 Method = Literal["fewshot", "knn", "linear"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -175,7 +176,7 @@ def open_splits(
     splits = _open(data, record, on_progress)
     if (splits.test if plan.split == "test" else splits.val) is None:
         other = "; evaluate on its validation split with --split val (split='val')" if splits.val is not None else ""
-        raise DataError(f"{shown(str(data))} has no {plan.split} split to evaluate on{other}")
+        raise DataError(f"{printable_path(str(data))} has no {plan.split} split to evaluate on{other}")
     _resolve_shots(plan, splits.train.labels, splits.train.classes)
     if "knn" in plan.only and plan.k is not None:
         check_k(max(plan.k), len(splits.train))

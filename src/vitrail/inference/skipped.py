@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, field
 
 from vitrail.data.image_files import ENDINGS, HEAD, sniff_file
-from vitrail.data.sources.index_files import shown
+from vitrail.text import printable_path
 
 NAMED = 5
 SNIFFED = 1000
@@ -30,12 +30,12 @@ class SkippedFiles:
         self.count += 1
         kind = sniff_file(path, start, size) if self.count <= SNIFFED else None
         if kind is None:
-            self.named += [shown(name)] if len(self.named) < NAMED else []
+            self.named += [printable_path(name)] if len(self.named) < NAMED else []
             return
         self.images += 1
         if len(self.misnamed) < NAMED:
-            stem = shown(os.path.splitext(os.path.basename(name))[0])
-            self.misnamed.append(f"{shown(name)}: a {kind}; rename it to {stem}.{ENDINGS[kind]}")
+            stem = printable_path(os.path.splitext(os.path.basename(name))[0])
+            self.misnamed.append(f"{printable_path(name)}: a {kind}; rename it to {stem}.{ENDINGS[kind]}")
 
     def messages(self) -> list[str]:
         """Describe what was skipped, one message per kind."""

@@ -20,11 +20,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, Protocol, Self, get_args
 
 from vitrail.data.inputs import Item
-from vitrail.data.sources.index_files import shown
 from vitrail.data.sources.parquet import import_pyarrow
 from vitrail.errors import ConfigError, suggest
-from vitrail.evaluation import percent
-from vitrail.text import printable
+from vitrail.text import percent, printable, printable_path
 
 Format = Literal["table", "jsonl", "csv", "parquet"]
 SUFFIXES: dict[str, Format] = {
@@ -77,7 +75,7 @@ def choose_format(requested: str | None, output: Path | None, *, interactive: bo
         return "table" if interactive else "jsonl"
     if output.suffix.lower() not in SUFFIXES:
         raise ConfigError(
-            f"{shown(os.fspath(output))} has no known suffix; use .jsonl, .csv or .parquet, or give --format"
+            f"{printable_path(os.fspath(output))} has no known suffix; use .jsonl, .csv or .parquet, or give --format"
         )
     return SUFFIXES[output.suffix.lower()]
 
@@ -166,11 +164,11 @@ class Table:
 
 def _cells(row: PredictionRow) -> tuple[str, str, str, str]:
     if row.error is not None:
-        return shown(row.path), "–", "–", printable(row.error, line=True)
+        return printable_path(row.path), "–", "–", printable(row.error, line=True)
     percentages = [f"{percent(p)}%" for p in row.probabilities]
     names = [printable(name, line=True) for name in row.classes]  # also in a file: a table is for people
     others = ", ".join(f"{name} {value}" for name, value in zip(names[1:], percentages[1:], strict=True))
-    return shown(row.path), names[0], percentages[0], others
+    return printable_path(row.path), names[0], percentages[0], others
 
 
 class Sink:

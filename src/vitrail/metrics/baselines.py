@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitrail.metrics.intervals import Interval, wilson_interval
+from vitrail.text import percent
 
 CLEARLY_ABOVE = 0.1
 """Margin over the majority class above which an interval that still includes it means too few images."""
@@ -55,8 +56,8 @@ def warning_about_gap(training: float, validation: float, images: int) -> list[s
     if training <= high:
         return []
     return [
-        f"overfitting: {_percent(training)}% on the augmented training images, {_percent(validation)}% on the "
-        f"{images:,} images of the validation split (95% interval {_percent(low)}–{_percent(high)}); next: more "
+        f"overfitting: {percent(training)}% on the augmented training images, {percent(validation)}% on the "
+        f"{images:,} images of the validation split (95% interval {percent(low)}–{percent(high)}); next: more "
         "images, stronger augmentation or mixing, fewer epochs (--set patience=5 stops early), or "
         f"{START_PRETRAINED}"
     ]
@@ -68,13 +69,13 @@ def _about_guessing(matrix: NDArray[np.int64], interval: Interval, classes: Sequ
         return []
     accuracy = float(np.trace(matrix) / matrix.sum())
     reached = (
-        f"the 95% interval {_percent(interval.low)}–{_percent(interval.high)} reaches {_percent(baseline.majority)}%, "
+        f"the 95% interval {percent(interval.low)}–{percent(interval.high)} reaches {percent(baseline.majority)}%, "
         f"the accuracy of always predicting {classes[baseline.majority_class]!r}"
     )
     if accuracy - baseline.majority > CLEARLY_ABOVE:
         return [f"too few images to distinguish this from guessing: {reached}; next: evaluate on more images"]
     return [
-        f"no better than guessing: {reached} (chance {_percent(baseline.chance)}%); next: check the data with vitrail "
+        f"no better than guessing: {reached} (chance {percent(baseline.chance)}%); next: check the data with vitrail "
         f"check, train longer (--set epochs=…), or {START_PRETRAINED}"
     ]
 
@@ -86,11 +87,7 @@ def _about_one_class(matrix: NDArray[np.int64], classes: Sequence[str]) -> list[
     if count < TOO_FEW or predicted[largest] < NEARLY_ALL or predicted[largest] - images[largest] < EXCESS:
         return []
     return [
-        f"nearly all predictions ({_percent(float(predicted[largest]))}%) are {classes[largest]!r}, the class of "
-        f"{_percent(float(images[largest]))}% of the images: the model hardly distinguishes the others; next: "
+        f"nearly all predictions ({percent(float(predicted[largest]))}%) are {classes[largest]!r}, the class of "
+        f"{percent(float(images[largest]))}% of the images: the model hardly distinguishes the others; next: "
         f"--set data.balance=true if classes are imbalanced, another optimizer.lr, or {START_PRETRAINED}"
     ]
-
-
-def _percent(fraction: float) -> str:
-    return f"{100 * fraction:.1f}"

@@ -21,20 +21,17 @@ from vitrail.reports.page import (
     Column,
     Section,
     absent,
-    as_percent,
     chart,
-    cut,
     embedded_image,
-    file_name,
     name,
     paragraph,
     path,
-    plural,
     span,
     table,
 )
 from vitrail.reports.run_artifacts import SIDE, RunArtifacts
 from vitrail.reports.run_record import Mistake, Record, RunResult
+from vitrail.text import as_percent, plural, shorten, shorten_path
 
 EXTREMES = 8
 """Number of classes with the lowest and the highest recall to show."""
@@ -307,8 +304,8 @@ def pair(views: ImageViews | None, image_name: str, predicted: str) -> str:
 
 def _card(mistake: Mistake, views: ImageViews | None) -> str:
     return (
-        f"<li>{pair(views, cut(mistake.name), mistake.predicted)}"
+        f"<li>{pair(views, shorten(mistake.name), mistake.predicted)}"
         f"<p><strong>{name(mistake.true)}</strong> predicted as <strong>{name(mistake.predicted)}</strong>, "
         f'confidence {as_percent(mistake.confidence)}</p><p class="quiet small file" title="{escape(mistake.name)}">'
-        f"{path(file_name(mistake.name))}</p></li>"
+        f"{path(shorten_path(mistake.name))}</p></li>"
     )

@@ -12,13 +12,10 @@ from vitrail.reports.page import (
     Column,
     Section,
     absent,
-    as_percent,
-    cut,
     loss_span,
     name,
     page,
     paragraph,
-    plural,
     points,
     span,
     table,
@@ -26,6 +23,7 @@ from vitrail.reports.page import (
 )
 from vitrail.reports.run_artifacts import PairedPredictions, disagreements, evaluated_on_same_images, paired_predictions
 from vitrail.reports.run_record import Record, RunResult, settings
+from vitrail.text import as_percent, plural, shorten
 
 SIGNIFICANCE = 0.05
 """A difference with a p-value below this is called significant."""
@@ -43,7 +41,7 @@ class ComparisonRow(NamedTuple):
 
 def compare(one: Record, other: Record, unreadable: Sequence[str] = ()) -> str:
     """Return a page that compares two runs; `unreadable` lists their files that could not be read."""
-    names = (f"A: {cut(one.name, 28)}", f"B: {cut(other.name, 28)}")
+    names = (f"A: {shorten(one.name, 28)}", f"B: {shorten(other.name, 28)}")
     both, why_not = paired_predictions(one, other)
     alike = both is not None or evaluated_on_same_images(one, other)
     sections = [

@@ -5,20 +5,9 @@ from PIL import Image
 from vitrail.charts.bars import Bar, bar_chart
 from vitrail.charts.svg import escape
 from vitrail.io import ContentError, read_json
-from vitrail.reports.page import (
-    WIDTH,
-    Cell,
-    Column,
-    Section,
-    absent,
-    chart,
-    embedded_image,
-    name,
-    paragraph,
-    plural,
-    table,
-)
+from vitrail.reports.page import WIDTH, Cell, Column, Section, absent, chart, embedded_image, name, paragraph, table
 from vitrail.reports.run_record import Check, Record
+from vitrail.text import plural
 from vitrail.training.samples import INDEX, SAMPLES, Sample, read_samples
 
 SMALL = 128

@@ -15,8 +15,9 @@ from vitrail.explanations.figures import Absent, Figure, distance_figure, filter
 from vitrail.explanations.figures.distance import IMAGES
 from vitrail.explanations.figures.examples import attended
 from vitrail.explanations.request import ExplanationRequest
-from vitrail.reports.page import Section, absent, embedded_image, ended, paragraph
+from vitrail.reports.page import Section, absent, embedded_image, paragraph
 from vitrail.reports.run_artifacts import SIDE, RunArtifacts
+from vitrail.text import ended
 
 TITLE = "Inside the model"
 WHAT = "Figures 6, 7 and 11 of the ViT paper (arXiv 2010.11929), drawn from this model."

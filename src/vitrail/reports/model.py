@@ -11,9 +11,10 @@ from vitrail.charts.svg import escape
 from vitrail.checkpoints.bundle import WEIGHTS, Bundle
 from vitrail.models.stages import cost
 from vitrail.models.variants import variant_name
-from vitrail.reports.page import Section, absent, duration, paragraph, plural
+from vitrail.reports.page import Section, absent, paragraph
 from vitrail.reports.run_artifacts import RunArtifacts
 from vitrail.reports.run_record import BEST, Record
+from vitrail.text import byte_size, duration, plural
 from vitrail.training.run_folder import METRICS, RECIPE, SPLIT, TEST_PREDICTIONS
 from vitrail.training.sessions import read_sessions
 
@@ -171,7 +172,7 @@ def _files(folder: Path) -> str:
                 checksum = _checksum(path)
             except OSError as error:
                 checksum = f"cannot be read: {error.strerror or error}"
-            about = f"{escape(what)}, {_size(path.stat().st_size)}<br><code>{escape(checksum)}</code>"
+            about = f"{escape(what)}, {byte_size(path.stat().st_size)}<br><code>{escape(checksum)}</code>"
         else:
             why = "missing; pip install 'vitrail[train]' adds it" if name == TEST_PREDICTIONS else "missing"
             about = f'{escape(what)}<br><span class="quiet">{escape(why)}</span>'
@@ -182,10 +183,3 @@ def _files(folder: Path) -> str:
 def _checksum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _size(count: int) -> str:
-    for unit, least in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= least:
-            return f"{count / least:.1f} {unit}"
-    return f"{count} B"

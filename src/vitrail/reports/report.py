@@ -12,10 +12,11 @@ from vitrail.reports.curves import curves
 from vitrail.reports.data import data, unreadable_samples
 from vitrail.reports.internals import inside
 from vitrail.reports.model import model_summary, reproduce
-from vitrail.reports.page import GENERATOR, cut, page, warnings
+from vitrail.reports.page import GENERATOR, page, warnings
 from vitrail.reports.result import head, result
 from vitrail.reports.run_artifacts import RunArtifacts, open_artifacts, unreadable_predictions
 from vitrail.reports.run_record import Record, read_run
+from vitrail.text import shorten
 from vitrail.training.run_folder import write_text
 
 REPORT = "report.html"
@@ -78,7 +79,7 @@ def _single(artifacts: RunArtifacts, unreadable: Sequence[str]) -> str:
 
 
 def _default_name(other: Record | None) -> str:
-    return REPORT if other is None else f"report-and-{cut(other.name, 50)}.html"
+    return REPORT if other is None else f"report-and-{shorten(other.name, 50)}.html"
 
 
 def _check_target(target: Path) -> None:

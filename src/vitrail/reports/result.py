@@ -6,8 +6,9 @@ import numpy as np
 
 from vitrail.charts.svg import escape
 from vitrail.metrics.classification import most_confused
-from vitrail.reports.page import Section, absent, as_percent, loss_span, name, paragraph, plural, span
+from vitrail.reports.page import Section, absent, loss_span, name, paragraph, span
 from vitrail.reports.run_record import Record, RunResult
+from vitrail.text import as_percent, plural
 from vitrail.training.run_folder import best_row
 
 NARROW = 0.03

@@ -18,8 +18,9 @@ from vitrail.errors import DataError, VitrailError
 from vitrail.explanations.explanation import enlarged
 from vitrail.explanations.figures.figure import evenly
 from vitrail.metrics.intervals import Paired, paired
-from vitrail.reports.page import absent, as_percent, cut, embedded_image, ended, file_name, name, path
+from vitrail.reports.page import absent, embedded_image, name, path
 from vitrail.reports.run_record import BEST, Record
+from vitrail.text import as_percent, ended, shorten, shorten_path
 from vitrail.training.run_folder import TEST_PREDICTIONS
 
 if TYPE_CHECKING:
@@ -248,7 +249,7 @@ def _card(artifacts: RunArtifacts, images: RunPredictions, wrong: RunPredictions
     return (
         f"<li>{_image(artifacts, int(images.places[row]), image_name, true)}<p><strong>{name(true)}</strong>; the "
         f"other predicts {name(wrong.predicted[row])}, confidence {as_percent(float(wrong.confidence[row]))}</p>"
-        f'<p class="quiet small file" title="{escape(image_name)}">{path(file_name(image_name, 40))}</p></li>'
+        f'<p class="quiet small file" title="{escape(image_name)}">{path(shorten_path(image_name, 40))}</p></li>'
     )
 
 
@@ -259,4 +260,4 @@ def _image(artifacts: RunArtifacts, index: int, image_name: str, true: str) -> s
         original = artifacts.original(artifacts.item(index, image_name, true))
     except (VitrailError, OSError):
         return ""
-    return "" if original is None else embedded_image(original, cut(image_name))
+    return "" if original is None else embedded_image(original, shorten(image_name))

@@ -12,6 +12,7 @@ import torch
 import torch.distributed
 
 from vitrail.errors import ConfigError
+from vitrail.text import byte_size
 from vitrail.training.defaults import TrainingPlan, steps_per_epoch_text, with_batch
 from vitrail.training.memory import Forecast, Job, forecast, step_fits
 from vitrail.training.recipe import read_recipe
@@ -126,17 +127,20 @@ def fit_batch_to_memory(job: Job, folder: Path, images: int, limit: MemoryLimit)
             break
         if batch == unit:
             raise ConfigError(
-                f"{limit.place} has {_size(limit.free)} for this run, and even the smallest batch, {unit}, needs about "
-                f"{_size(estimate.total)}; use {_other_remedies(job)}"
+                f"{limit.place} has {byte_size(limit.free)} for this run, and even the smallest batch, {unit}, "
+                "needs about "
+                f"{byte_size(estimate.total)}; use {_other_remedies(job)}"
             )
         batch = _next_smaller(batch, unit)
         while (
             batch > unit and estimate.with_images(_micro_batch(job, batch), estimate.accumulation) > FILLED * limit.free
         ):
             batch = _next_smaller(batch, unit)
-    why = f"{steps_per_epoch_text(images, batch)}, which fits in {_size(limit.free)}"
+    why = f"{steps_per_epoch_text(images, batch)}, which fits in {byte_size(limit.free)}"
     if batch < usual:
-        why = f"{usual} would need about {_size(needed)}, and {limit.place} has {_size(limit.free)} for this run"
+        why = (
+            f"{usual} would need about {byte_size(needed)}, and {limit.place} has {byte_size(limit.free)} for this run"
+        )
     return with_batch(job.plan, batch, images, why)
 
 
@@ -161,9 +165,9 @@ def within_memory(job: Job, folder: Path, note: Callable[[str], None]) -> Iterat
 
 
 def _out_of_memory(job: Job, estimate: Forecast, limit: MemoryLimit) -> str:
-    needs = f"about {_size(estimate.total)}" if estimate.total > limit.free else "more"
+    needs = f"about {byte_size(estimate.total)}" if estimate.total > limit.free else "more"
     return (
-        f"out of memory: {limit.place} has {_size(limit.free)} for this run, and a batch of {job.plan.batch} needs "
+        f"out of memory: {limit.place} has {byte_size(limit.free)} for this run, and a batch of {job.plan.batch} needs "
         f"{needs}; use {_remedies(job, estimate, limit)}"
     )
 
@@ -188,7 +192,7 @@ def forecast_line(estimate: Forecast, limit: MemoryLimit) -> str:
         "activations": estimate.in_flight,
     }
     listed = ", ".join(f"{name} {size / unit:.1f}" for name, size in components.items() if size >= 0.05 * unit)
-    return f"memory: about {_size(estimate.total)} of {_size(limit.free)} ({listed})"
+    return f"memory: about {byte_size(estimate.total)} of {byte_size(limit.free)} ({listed})"
 
 
 def _remedies(job: Job, estimate: Forecast, limit: MemoryLimit) -> str:
@@ -258,7 +262,3 @@ def _from_main(value: int, device: torch.device) -> int:
     reduced = torch.tensor(value, dtype=torch.int64, device=device)
     torch.distributed.broadcast(reduced, src=0)
     return int(reduced)
-
-
-def _size(size: float) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"

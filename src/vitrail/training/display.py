@@ -12,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from vitrail.text import byte_size
 from vitrail.training.defaults import ResolvedDefault
 
 SMOOTH = 0.9
@@ -81,7 +82,7 @@ class Status:
             Field("accuracy ", f"{self.accuracy:.1%}", "", "acc. ", 4),
             Field("", UNKNOWN if speed is None else f"{speed:,.0f}", " images/s", "", 3),
             Field("waiting for data ", f"{self.waiting_fraction:.0%}", "", "waiting ", 2),
-            Field("memory ", _bytes(used_memory()), "", "", 0),
+            Field("memory ", byte_size(used_memory()), "", "", 0),
         ]
 
     def __str__(self) -> str:
@@ -167,11 +168,6 @@ def used_memory() -> int:
 
         unit = 1 if sys.platform == "darwin" else 1024
         return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def _bytes(count: float) -> str:
-    """Format a number of bytes: 412 MB, 3.4 GB."""
-    return f"{count / 1e6:.0f} MB" if count < 1e9 else f"{count / 1e9:.1f} GB"
 
 
 def _clock(seconds: float) -> str:

@@ -8,8 +8,9 @@ from typing import Any
 
 from vitrail.data.sources.source import Source
 from vitrail.errors import CheckpointError
-from vitrail.evaluation import Evaluation, Predictions, percent
+from vitrail.evaluation import Evaluation, Predictions
 from vitrail.metrics.baselines import warning_about_gap
+from vitrail.text import percent
 from vitrail.training.curves import draw_curves
 from vitrail.training.display import Throughput
 from vitrail.training.predictions import write_test_predictions

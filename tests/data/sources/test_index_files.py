@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitrail.data.sources.index_files import Names, cache_folder, index_file, load_index, save_index, settled, shown
+from vitrail.data.sources.index_files import Names, cache_folder, index_file, load_index, save_index, settled
+from vitrail.text import printable_path
 
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=100)
 
@@ -34,12 +35,12 @@ def test_a_million_names_take_little_memory() -> None:
 @PROPERTY
 @given(st.binary(max_size=40))
 def test_any_path_is_shown_on_one_line(path: bytes) -> None:
-    assert shown(path).isprintable()
+    assert printable_path(path).isprintable()
 
 
 def test_printable_names_are_unchanged() -> None:
-    assert shown("photos/Straße/猫 1.jpg") == "photos/Straße/猫 1.jpg"
-    assert shown(b"caf\xe9/new\nline.jpg") == "caf�/new\\nline.jpg"
+    assert printable_path("photos/Straße/猫 1.jpg") == "photos/Straße/猫 1.jpg"
+    assert printable_path(b"caf\xe9/new\nline.jpg") == "caf�/new\\nline.jpg"
 
 
 def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def gelu_gradient(gradient: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def joined_gradient(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Implement `gradients.joined_gradient`."""
+    """Implement `elementwise.joined_gradient`."""
     M, N = query.shape
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     out, (stripes, steps) = query.new_empty(M, 3 * N), _stripes(M)

@@ -18,6 +18,7 @@ from torch.export import Dim, ExportedProgram
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.models.vit import ViT
+from vitrail.text import first_line
 
 Extra = Literal["onnx", "openvino"]
 """The extras of this package that install a runtime."""
@@ -102,12 +103,6 @@ def trace(graph: Graph) -> ExportedProgram:
             )
     except Exception as error:  # torch has no common base class for tracing errors
         raise CheckpointError(f"torch cannot trace this model into a graph ({first_line(error)})") from None
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first non-empty line of an error message, or the error's type."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def _for_inference(model: ViT) -> ViT:

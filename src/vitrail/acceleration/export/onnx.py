@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from vitrail.acceleration.export.graph import BATCH, INPUT, Extra, first_line, quiet, require
+from vitrail.acceleration.export.graph import BATCH, INPUT, Extra, quiet, require
 from vitrail.errors import CheckpointError, ConfigError
+from vitrail.text import first_line
 
 OPSET = 20
 """Default opset."""

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail.acceleration.export.graph import first_line, quiet, require
+from vitrail.acceleration.export.graph import quiet, require
 from vitrail.acceleration.export.onnx import write_onnx
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.runtime import Precision
+from vitrail.text import first_line
 
 HINTS: dict[Precision, tuple[str, str]] = {
     "float32": ("f32", "FP32"),

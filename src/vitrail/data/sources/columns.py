@@ -7,11 +7,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data.sources.index_files import shown
 from vitrail.data.sources.labels import check_classes, label_text, order_classes
 from vitrail.data.sources.source import SUFFIXES, Labels
 from vitrail.data.sources.splits import SPLITS
 from vitrail.errors import DataError
+from vitrail.text import printable_path
 
 IMAGE_COLUMNS = ("path", "file", "filename", "file_name", "image", "bytes")
 LABEL_COLUMNS = ("label", "class", "target", "category", "label_name", "class_name")
@@ -58,17 +58,18 @@ def choose_columns(
         column.strip().lower().rpartition(".")[2] in SUFFIXES for column in header if "." in column
     ):
         raise DataError(
-            f"{shown(place)} starts with a file name, not with a header; add a first line such as path,label"
+            f"{printable_path(place)} starts with a file name, not with a header; add a first line such as path,label"
         )
     if image is None and len(header) == 1 and "|" in header[0]:
-        raise DataError(f"{shown(place)} separates fields by '|'; use commas, semicolons or tabs")
+        raise DataError(f"{printable_path(place)} separates fields by '|'; use commas, semicolons or tabs")
     if image is None:
         raise DataError(
-            f"{shown(place)} has no image column; rename one of its columns ({columns}) to {' or '.join(IMAGE_COLUMNS)}"
+            f"{printable_path(place)} has no image column; rename one of its columns ({columns}) to "
+            f"{' or '.join(IMAGE_COLUMNS)}"
         )
     if label is None and not unlabelled:
         raise DataError(
-            f"{shown(place)} has no label column; rename one of its columns ({columns}) to "
+            f"{printable_path(place)} has no label column; rename one of its columns ({columns}) to "
             f"{' or '.join(LABEL_COLUMNS[:4])}"
         )
     name = first(NAME_COLUMNS) if label is not None and label.strip().lower() not in NAME_COLUMNS else None
@@ -92,7 +93,7 @@ class LabelCollector:
 
     def read(self, row: ManifestRow) -> tuple[int, int | None]:
         """Return a code for the label of a row, equal for equal labels, and one for its split."""
-        where = f"{shown(self.place)}, {self.unit} {row.number}"
+        where = f"{printable_path(self.place)}, {self.unit} {row.number}"
         code = -1
         if self.columns.label is not None:
             text = label_text(row.label, where)
@@ -119,15 +120,15 @@ class LabelCollector:
     def finish(self, names: Sequence[str] | None = None) -> tuple[tuple[str, ...], Labels, NDArray[np.int8] | None]:
         """Return the classes, and the label and split of every row; `names` are the class names of integer labels."""
         if not self._labels:
-            raise DataError(f"{shown(self.place)} lists no images; add one {self.unit} per image")
+            raise DataError(f"{printable_path(self.place)} lists no images; add one {self.unit} per image")
         codes = np.array(self._labels, np.int64)
         if names is None and not self.any_label:
             counts = np.bincount(codes[codes >= 0], minlength=len(self._codes)).tolist()
             images = {text: count for text, count in zip(self._codes, counts, strict=True) if count}
-            check_classes(images, shown(self.place), "call the column class_name")
-        classes, lookup = order_classes(list(self._codes), names, place=shown(self.place))
+            check_classes(images, printable_path(self.place), "call the column class_name")
+        classes, lookup = order_classes(list(self._codes), names, place=printable_path(self.place))
         if names is None and self._names:
             classes = tuple(self._names[text] for text in classes)
-            order_classes((), classes, place=shown(self.place))  # raises for duplicate names
+            order_classes((), classes, place=printable_path(self.place))  # raises for duplicate names
         splits = np.array(self._splits, np.int8) if self.columns.split is not None else None
         return classes, lookup[codes], splits

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data.sources.index_files import Progress, shown
+from vitrail.data.sources.index_files import Progress
 from vitrail.data.sources.labels import Faults, report_faults
 from vitrail.data.sources.source import Labels, SkippedFile, read_file, stamp_file
 from vitrail.data.sources.tree import Listing, list_images
+from vitrail.text import printable_path
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,12 +44,12 @@ class Folder:
         """Yield the files without an image suffix."""
         for number in range(len(self.listing.others)):
             path = os.path.join(os.fsencode(self.root), self.listing.other_path(number))
-            yield SkippedFile(shown(path), path)
+            yield SkippedFile(printable_path(path), path)
 
     def outside(self) -> Iterator[str]:
         """Yield the paths of the images outside of class folders, in readable form."""
         numbers = () if self.loose is None else self.loose.tolist()
-        return (shown(os.path.join(os.fsencode(self.root), self.listing.path(number))) for number in numbers)
+        return (printable_path(os.path.join(os.fsencode(self.root), self.listing.path(number))) for number in numbers)
 
     def key(self, index: int) -> str:
         """Return the path of a file relative to the root."""
@@ -56,7 +57,7 @@ class Folder:
 
     def name(self, index: int) -> str:
         """Return the path of a file."""
-        return shown(os.path.join(os.fsencode(self.root), self._path(index)))
+        return printable_path(os.path.join(os.fsencode(self.root), self._path(index)))
 
     def read(self, index: int) -> bytes:
         """Return the content of a file."""
@@ -90,7 +91,7 @@ def open_folder(
     if not unlabelled:
         messages += _empty_classes(root, listing, class_folders, filled, number_of_folder)
     messages += [text for folder in class_folders for text in _wrong_name(root, folder)]
-    report_faults(messages, shown(root), faults)
+    report_faults(messages, printable_path(root), faults)
     classes = tuple(
         folder.decode("utf-8", "backslashreplace") for folder, some in zip(class_folders, filled, strict=True) if some
     )
@@ -118,16 +119,18 @@ def _check_any(root: str, listing: Listing, class_folders: list[bytes], loose: i
     wrong = None
     if not len(listing.files):
         what = "images" if unlabelled else "one sub-folder of images per class"
-        wrong = f"{shown(root)} has no images; use a folder with {what}"
+        wrong = f"{printable_path(root)} has no images; use a folder with {what}"
     elif not unlabelled and not class_folders:
         wrong = (
-            f"{shown(root)} has {loose} images but no class folders; "
+            f"{printable_path(root)} has {loose} images but no class folders; "
             "put the images of each class in their own folder, or use a manifest with labels"
         )
     elif not unlabelled and loose == len(listing.files):
-        wrong = f"{shown(root)} has no images in its class folders; move the {loose:,} images next to them there"
+        wrong = (
+            f"{printable_path(root)} has no images in its class folders; move the {loose:,} images next to them there"
+        )
     if wrong is not None:
-        report_faults([*listing.faults, wrong], shown(root), None)
+        report_faults([*listing.faults, wrong], printable_path(root), None)
 
 
 def _empty_classes(
@@ -136,12 +139,12 @@ def _empty_classes(
     """Report class folders without images, and what they contain instead."""
     texts = []
     for number in np.flatnonzero(~filled).tolist():
-        path = shown(os.path.join(os.fsencode(root), class_folders[number]))
+        path = printable_path(os.path.join(os.fsencode(root), class_folders[number]))
         others = np.flatnonzero(class_of[listing.other_of] == number)
         instead = ""
         if len(others):
             files = "1 file" if len(others) == 1 else f"{len(others):,} files"
-            instead = f" ({files}, such as {shown(listing.others[others.item(0)])}, without an image suffix)"
+            instead = f" ({files}, such as {printable_path(listing.others[others.item(0)])}, without an image suffix)"
         texts.append(f"the class folder {path} has no images{instead}; add some, or remove the folder")
     return texts
 
@@ -150,5 +153,5 @@ def _wrong_name(root: str, folder: bytes) -> list[str]:
     try:
         folder.decode("utf-8")
     except UnicodeDecodeError:
-        return [f"the name of the class folder {folder!r} in {shown(root)} is not UTF-8; rename it"]
+        return [f"the name of the class folder {folder!r} in {printable_path(root)} is not UTF-8; rename it"]
     return []

@@ -68,18 +68,6 @@ class NamesBuilder:
         return np.frombuffer(bytes(self._buffer), np.uint8), np.cumsum(lengths)
 
 
-def shown(path: bytes | str) -> str:
-    """Return a path in printable form, on one line, whatever bytes it contains.
-
-    >>> shown(b"caf\\xe9/new\\nline.jpg")
-    'caf�/new\\\\nline.jpg'
-    """
-    text = os.fsencode(path).decode("utf-8", "replace")
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
-
-
 def cache_folder() -> Path:
     """Return Vitrail's cache folder: $VITRAIL_CACHE, or the one in the user's cache folder."""
     if own := os.environ.get("VITRAIL_CACHE"):

@@ -20,11 +20,12 @@ from vitrail.data.sources.columns import (
     ManifestRow,
     choose_columns,
 )
-from vitrail.data.sources.index_files import Names, NamesBuilder, Progress, shown
+from vitrail.data.sources.index_files import Names, NamesBuilder, Progress
 from vitrail.data.sources.labels import Faults, report_faults
 from vitrail.data.sources.source import Labels, read_file, reason_of, stamp_file
 from vitrail.errors import DataError
 from vitrail.io import open_text
+from vitrail.text import printable_path
 
 DELIMITERS = ",;\t"
 PROGRESS_EVERY = 10_000
@@ -56,7 +57,7 @@ class Manifest:
 
     def name(self, index: int) -> str:
         """Return the path of a file."""
-        return shown(self._path(index))
+        return printable_path(self._path(index))
 
     def read(self, index: int) -> bytes:
         """Return the content of a file."""
@@ -109,10 +110,10 @@ def read_in_words(place: str) -> Iterator[None]:
         yield
     except UnicodeDecodeError as fault:
         raise DataError(
-            f"{shown(place)} is not UTF-8 ({fault.reason} at byte {fault.start}); save it as UTF-8"
+            f"{printable_path(place)} is not UTF-8 ({fault.reason} at byte {fault.start}); save it as UTF-8"
         ) from None
     except OSError as fault:
-        raise DataError(f"{shown(place)} cannot be read: {reason_of(fault)}") from None
+        raise DataError(f"{printable_path(place)} cannot be read: {reason_of(fault)}") from None
 
 
 def manifest_of(
@@ -134,7 +135,7 @@ def manifest_of(
     folder = os.fsencode(os.path.dirname(place))
     for count, row in enumerate(rows, start=1):
         try:
-            path = path_of(row, f"{shown(place)}, {unit} {row.number}")
+            path = path_of(row, f"{printable_path(place)}, {unit} {row.number}")
             code, split = labels.read(row)
             file = os.path.normpath(os.path.join(folder, path))
             before, its_code = first.setdefault(file, (row.number, code))
@@ -147,10 +148,10 @@ def manifest_of(
             paths.extend([path])
             labels.keep(code, split)
         else:
-            missing.add(shown(path))
+            missing.add(printable_path(path))
         if on_progress is not None and not count % PROGRESS_EVERY:
             on_progress(count)
-    report_faults([*wrong.sentences(), *_not_there(place, missing, faults is not None)], shown(place), faults)
+    report_faults([*wrong.sentences(), *_not_there(place, missing, faults is not None)], printable_path(place), faults)
     return Manifest(place, Names(*paths.arrays()), *labels.finish(names))
 
 
@@ -174,10 +175,10 @@ def _not_there(place: str, missing: _Several, each: bool) -> list[str]:
     """Report missing files: in one message, or one message for `each`."""
     help = "correct the paths, which are relative to the manifest's folder"
     if each or not missing.count:
-        return [f"{name}, listed in {shown(place)}, does not exist; {help}" for name in missing.sentences()]
+        return [f"{name}, listed in {printable_path(place)}, does not exist; {help}" for name in missing.sentences()]
     files = "1 file" if missing.count == 1 else f"{missing.count} files"
     more = " and others" if missing.count > 3 else ""
-    return [f"{files} listed in {shown(place)} not found ({', '.join(missing.kept[:3])}{more}); {help}"]
+    return [f"{files} listed in {printable_path(place)} not found ({', '.join(missing.kept[:3])}{more}); {help}"]
 
 
 def path_of(row: ManifestRow, where: str) -> bytes:
@@ -194,7 +195,7 @@ def path_of(row: ManifestRow, where: str) -> bytes:
 
 
 def _raise_duplicate(place: str, unit: str, path: bytes, lines: tuple[int, int], *, several: bool) -> None:
-    where = f"{shown(path)} is listed twice in {shown(place)}, on {unit}s {lines[0]} and {lines[1]}"
+    where = f"{printable_path(path)} is listed twice in {printable_path(place)}, on {unit}s {lines[0]} and {lines[1]}"
     if several:
         raise DataError(
             f"{where}: several labels per image are not supported, only single-label classification for now"
@@ -246,7 +247,8 @@ def _csv_rows(place: str, delimiter: str, header: list[str], columns: Columns) -
                 actual = "1 field" if len(fields) == 1 else f"{len(fields)} fields"
                 yield _faulty(
                     reader.line_num,
-                    f"{shown(place)}, line {reader.line_num} has {actual}, but the header has {len(header)}; put "
+                    f"{printable_path(place)}, line {reader.line_num} has {actual}, but the header has "
+                    f"{len(header)}; put "
                     f"fields with {name} in quotes",
                 )
                 continue
@@ -257,7 +259,7 @@ def _csv_lines(place: str, reader: Iterator[list[str]]) -> Iterator[list[str]]:
     try:
         yield from reader
     except csv.Error as fault:
-        raise DataError(f"{shown(place)} is not a valid CSV file: {fault}") from None
+        raise DataError(f"{printable_path(place)} is not a valid CSV file: {fault}") from None
 
 
 def read_jsonl(place: str, unlabelled: bool) -> tuple[Columns, Iterator[ManifestRow]]:
@@ -265,7 +267,7 @@ def read_jsonl(place: str, unlabelled: bool) -> tuple[Columns, Iterator[Manifest
     lines = [fields for _, fields in itertools.islice(_json_lines(place), 1)]
     first = next((fields for _, fields in _json_lines(place) if isinstance(fields, dict)), None)
     if first is None:
-        raise DataError(str(lines[0]) if lines else f"{shown(place)} lists no images; add one line per image")
+        raise DataError(str(lines[0]) if lines else f"{printable_path(place)} lists no images; add one line per image")
     columns = choose_columns(place, list(first), unlabelled=unlabelled)
     return columns, _json_rows(place, columns)
 
@@ -288,9 +290,9 @@ def _json_lines(place: str) -> Iterator[tuple[int, dict[str, object] | str]]:
             try:
                 fields = json.loads(line)
             except (ValueError, RecursionError):
-                yield number, f"{shown(place)}, line {number} is not JSON; write one object per line"
+                yield number, f"{printable_path(place)}, line {number} is not JSON; write one object per line"
                 continue
             if isinstance(fields, dict):
                 yield number, fields
             else:
-                yield number, f"{shown(place)}, line {number} is not a JSON object; write one object per line"
+                yield number, f"{printable_path(place)}, line {number} is not a JSON object; write one object per line"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitrail.data.sources.folders import open_folder
-from vitrail.data.sources.index_files import Progress, shown
+from vitrail.data.sources.index_files import Progress
 from vitrail.data.sources.labels import Faults, report_faults
 from vitrail.data.sources.manifests import open_manifest
 from vitrail.data.sources.parquet import Table, Tables, open_parquet, open_tables
@@ -28,6 +28,7 @@ from vitrail.data.sources.splits import (
 )
 from vitrail.data.sources.tar import expand_pattern, is_pattern
 from vitrail.errors import DataError
+from vitrail.text import printable_path
 
 MANIFESTS = (".csv", ".tsv", ".jsonl", ".parquet")
 PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tar.lz4", ".zip")
@@ -85,13 +86,13 @@ def open_data(
     train = named["train"]
     wrong = _too_few_classes(place, train)
     for name in named.keys() - {"train"}:
-        strange = strange_classes(named[name], train, f"the {name} split of {shown(place)}")
+        strange = strange_classes(named[name], train, f"the {name} split of {printable_path(place)}")
         if strange and faults is not None:
             labelled = np.isin(np.array(named[name].classes)[named[name].labels], np.array(train.classes))
             named[name] = split_of(named[name], np.flatnonzero(labelled))
         wrong += strange
     if faults is None:
-        report_faults(wrong, shown(place), None)
+        report_faults(wrong, printable_path(place), None)
     named |= {name: renumber(named[name], train) for name in named.keys() - {"train"}}
     if record is not None:
         return _as_recorded(named, record)
@@ -116,7 +117,7 @@ def _too_few_classes(place: str, train: Source) -> list[str]:
     if len(present) > 1:
         return []
     actual = f"only one class, {train.classes[present[0]]!r}" if len(present) else "no images to train on"
-    return [f"{shown(place)} has {actual}; training needs at least two classes"]
+    return [f"{printable_path(place)} has {actual}; training needs at least two classes"]
 
 
 def open_source(place: str | os.PathLike[str], *, on_progress: Progress | None = None) -> Source:
@@ -130,7 +131,7 @@ def open_source(place: str | os.PathLike[str], *, on_progress: Progress | None =
         inside = _look_into(place)
         if folders := _split_folders(place, inside.folders):
             splits = ", ".join(sorted(os.path.basename(folder) for folder in folders.values()))
-            raise DataError(f"{shown(place)} has the splits {splits}; give the folder of one of them")
+            raise DataError(f"{printable_path(place)} has the splits {splits}; give the folder of one of them")
         if inside.shards:
             return _one(place, _group_shards(inside.shards), on_progress)
         return open_folder(place, unlabelled=True, on_progress=on_progress)
@@ -142,7 +143,9 @@ def open_source(place: str | os.PathLike[str], *, on_progress: Progress | None =
 def _one(place: str, shards: dict[str, list[str]], on_progress: Progress | None) -> Source:
     """Open shards as one source, unless they belong to several splits."""
     if len(shards) > 1:
-        raise DataError(f"{shown(place)} has shards of the splits {', '.join(shards)}; select one split with a pattern")
+        raise DataError(
+            f"{printable_path(place)} has shards of the splits {', '.join(shards)}; select one split with a pattern"
+        )
     paths = next(iter(shards.values()))
     if _are_tables(paths):
         return open_tables(paths, unlabelled=True, on_progress=on_progress)
@@ -174,7 +177,7 @@ def _splits_in(place: str, table: Table | Tables) -> dict[str, Source]:
     rows = {name: np.flatnonzero(table.split_of == number) for number, name in enumerate(("train", "val", "test"))}
     if not len(rows["train"]):
         raise DataError(
-            f"{shown(place)} has no rows of the training split; write train in the split column of some rows"
+            f"{printable_path(place)} has no rows of the training split; write train in the split column of some rows"
         )
     return {name: split_of(table, indices) for name, indices in rows.items() if len(indices)}
 
@@ -225,12 +228,14 @@ def _look_into(place: str) -> _Inside:
             seen = [entry for entry in entries if not entry.name.startswith(".") and entry.name != "__MACOSX"]
             folders = sorted(entry.path for entry in seen if entry.is_dir())
     except OSError as fault:
-        raise DataError(f"{shown(place)} cannot be read: {reason_of(fault)}") from None
+        raise DataError(f"{printable_path(place)} cannot be read: {reason_of(fault)}") from None
     tars, tables = (sorted(one.path for one in seen if one.name.lower().endswith(end)) for end in (".tar", ".parquet"))
     if folders:
         return _Inside(folders, [])
     if tars and tables:
-        raise DataError(f"{shown(place)} has both tar shards and Parquet files; select one kind with a pattern")
+        raise DataError(
+            f"{printable_path(place)} has both tar shards and Parquet files; select one kind with a pattern"
+        )
     return _Inside([], tars or tables)
 
 
@@ -240,17 +245,18 @@ def _split_folders(place: str, folders: list[str]) -> dict[str, str]:
     for folder in folders:
         split = SPLITS.get(os.path.basename(folder).lower())
         if split is not None and split in splits:
-            both = f"{shown(os.path.basename(splits[split]))}/ and {shown(os.path.basename(folder))}/"
-            raise DataError(f"{shown(place)} has {both}, which are the same split; keep one")
+            both = f"{printable_path(os.path.basename(splits[split]))}/ and {printable_path(os.path.basename(folder))}/"
+            raise DataError(f"{printable_path(place)} has {both}, which are the same split; keep one")
         if split is not None:
             splits[split] = folder
     if "train" not in splits or (len(splits) == 1 and len(folders) > 1):
         return {}
     ignored = [folder for folder in folders if folder not in splits.values() and _holds_images(folder)]
-    others = [shown(os.path.basename(folder)) for folder in ignored]
+    others = [printable_path(os.path.basename(folder)) for folder in ignored]
     if others:
         raise DataError(
-            f"{shown(place)} has the splits {', '.join(splits)}, but also images in {', '.join(others)}, which would "
+            f"{printable_path(place)} has the splits {', '.join(splits)}, but also images in {', '.join(others)}, "
+            "which would "
             f"be ignored; move them away, or into one of the splits"
         )
     return splits
@@ -273,22 +279,26 @@ def _group_shards(tars: list[str]) -> dict[str, list[str]]:
 def _existing_shards(place: str) -> list[str]:
     """Return the shards that match a pattern."""
     if not is_pattern(place):
-        raise DataError(f"{shown(place)} does not exist; give a folder, a manifest, tar shards, or the word digits")
+        raise DataError(
+            f"{printable_path(place)} does not exist; give a folder, a manifest, tar shards, or the word digits"
+        )
     return expand_pattern(place)
 
 
 def _kind_of_file(place: str) -> str:
     lower = place.lower()
     if not os.path.exists(place):
-        raise DataError(f"{shown(place)} is a dangling link; correct the link")
+        raise DataError(f"{printable_path(place)} is a dangling link; correct the link")
     if lower.endswith(PACKED):
-        raise DataError(f"{shown(place)} is compressed, which prevents random access; unpack it and use the result")
+        raise DataError(
+            f"{printable_path(place)} is compressed, which prevents random access; unpack it and use the result"
+        )
     if lower.endswith(".tar"):
         return "shard"
     if lower.endswith(MANIFESTS):
         return "manifest"
     raise DataError(
-        f"{shown(place)} is neither a folder nor a file of a known type; give a folder, "
+        f"{printable_path(place)} is neither a folder nor a file of a known type; give a folder, "
         f"a manifest ({', '.join(MANIFESTS)}) or tar shards"
     )
 

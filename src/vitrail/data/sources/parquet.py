@@ -14,12 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitrail.data.sources.columns import IMAGE_COLUMNS, Columns, LabelCollector, ManifestRow, choose_columns
-from vitrail.data.sources.index_files import Progress, shown
+from vitrail.data.sources.index_files import Progress
 from vitrail.data.sources.labels import Faults, order_classes, report_faults
 from vitrail.data.sources.manifests import PROGRESS_EVERY, Manifest, manifest_of
 from vitrail.data.sources.source import Labels, reason_of, stamp_file
 from vitrail.errors import DataError
 from vitrail.io import open_regular
+from vitrail.text import printable_path
 
 GROUPS_HELD = 4
 """Number of row groups a process keeps in memory."""
@@ -57,7 +58,7 @@ class ParquetImages:
 
     def name(self, index: int) -> str:
         """Return the file and the number of the row."""
-        return f"{shown(self.place)}, row {index + 1}"
+        return f"{printable_path(self.place)}, row {index + 1}"
 
     def read(self, index: int) -> bytes:
         """Return the bytes of an image."""
@@ -101,7 +102,9 @@ def import_pyarrow(place: str) -> Any:
         importlib.import_module("pyarrow.parquet")
         return importlib.import_module("pyarrow")
     except ImportError:
-        raise DataError(f"{shown(place)} cannot be read without pyarrow: pip install 'vitrail[parquet]'") from None
+        raise DataError(
+            f"{printable_path(place)} cannot be read without pyarrow: pip install 'vitrail[parquet]'"
+        ) from None
 
 
 def open_parquet(
@@ -121,7 +124,7 @@ def open_parquet(
         with open_regular(place) as raw, arrow.parquet.ParquetFile(raw) as file:
             return _open(place, arrow, file, unlabelled, faults, on_progress)
     except _read_errors(arrow) as fault:
-        raise DataError(f"{shown(place)} cannot be read as Parquet: {_one_line(fault)}") from None
+        raise DataError(f"{printable_path(place)} cannot be read as Parquet: {_one_line(fault)}") from None
 
 
 def _open(
@@ -150,7 +153,7 @@ def _open(
             wrong.append(str(fault))
         if on_progress is not None and not row.number % PROGRESS_EVERY:
             on_progress(row.number)
-    report_faults(wrong, shown(place), None)  # images are addressed by row number, so no row can be skipped
+    report_faults(wrong, printable_path(place), None)  # images are addressed by row number, so no row can be skipped
     groups = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
     return ParquetImages(place, column, np.cumsum(groups, dtype=np.int64), *collector.finish(names))
 
@@ -164,7 +167,7 @@ def read_parquet(place: str) -> Iterator[ManifestRow]:
             at_once = 65_536 if _bytes_column(arrow, file, columns.image) is None else 16
             yield from _rows(file, columns, at_once)
     except _read_errors(arrow) as fault:
-        raise DataError(f"{shown(place)} cannot be read as Parquet: {_one_line(fault)}") from None
+        raise DataError(f"{printable_path(place)} cannot be read as Parquet: {_one_line(fault)}") from None
 
 
 def _columns(place: str, arrow: Any, file: Any, unlabelled: bool) -> Columns:
@@ -205,7 +208,7 @@ def _check_no_empty(place: str, file: Any, column: str) -> None:
     missing = _empty_cells(file, column)
     if missing:
         rows, them = ("1 row has", "it") if missing == 1 else (f"{missing} rows have", "them")
-        raise DataError(f"{rows} no image in the column {column!r} of {shown(place)}; fill or remove {them}")
+        raise DataError(f"{rows} no image in the column {column!r} of {printable_path(place)}; fill or remove {them}")
 
 
 def _class_names(schema: Any, label: str | None) -> list[str] | None:
@@ -282,7 +285,7 @@ class Tables:
         """Return the path of the file relative to the files' common folder, and the image's key there."""
         number, inner = self._find(index)
         table = self.tables[number]
-        return f"{shown(os.path.relpath(os.path.abspath(table.place), self._home))}, {table.key(inner)}"
+        return f"{printable_path(os.path.relpath(os.path.abspath(table.place), self._home))}, {table.key(inner)}"
 
     def name(self, index: int) -> str:
         """Return a readable name of an image."""
@@ -322,11 +325,13 @@ def open_tables(
         has, lacks = (
             next(table.place for table in tables if (table.split_of is None) is without) for without in (False, True)
         )
-        raise DataError(f"{shown(has)} has a split column and {shown(lacks)} has none; add it there, or remove it")
+        raise DataError(
+            f"{printable_path(has)} has a split column and {printable_path(lacks)} has none; add it there, or remove it"
+        )
     classes = tables[0].classes
     if any(table.classes != classes for table in tables):
         names = list(dict.fromkeys(name for table in tables for name in table.classes))
-        classes, _ = order_classes(names, place=shown(paths[0]))
+        classes, _ = order_classes(names, place=printable_path(paths[0]))
     numbers = {name: number for number, name in enumerate(classes)}
     labels = [np.array([*(numbers[name] for name in table.classes), -1], np.int64)[table.labels] for table in tables]
     return Tables(tables, classes, np.concatenate(labels), np.concatenate(divided) if divided else None)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitrail.data.sources.contents import Contents, digests_of
-from vitrail.data.sources.index_files import Progress, shown
+from vitrail.data.sources.index_files import Progress
 from vitrail.data.sources.manifests import Manifest
 from vitrail.data.sources.opening import Renumbered, open_data, open_source
 from vitrail.data.sources.parquet import ParquetImages, Tables
@@ -17,6 +17,7 @@ from vitrail.data.sources.source import Labels, Pixels, Source, check_source, pl
 from vitrail.data.sources.splits import Splits, keys_of, split_of
 from vitrail.errors import ConfigError, DataError, suggest
 from vitrail.io import ContentError, read_json
+from vitrail.text import printable_path
 
 CHOICES = ("test", "val", "train", "all")
 CONTENT = "content"
@@ -98,7 +99,7 @@ def choose_images(
     if split in own and not (split == "train" and record is not None):
         return Selection(own[split], split, split != "train")
     if own and record is None:
-        raise DataError(f"{shown(os.fspath(place))} has no {split} split; it has {', '.join(own)}")
+        raise DataError(f"{printable_path(os.fspath(place))} has no {split} split; it has {', '.join(own)}")
     splits = open_data(place, record=record, on_progress=on_progress)
     source = {"train": splits.train, "val": splits.val, "test": splits.test}[split]
     if source is None:

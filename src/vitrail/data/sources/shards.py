@@ -20,13 +20,13 @@ from vitrail.data.sources.index_files import (
     now_ns,
     save_index,
     settled,
-    shown,
 )
 from vitrail.data.sources.labels import check_classes, label_text, order_classes
 from vitrail.data.sources.source import SUFFIXES, Labels, SkippedFile, reason_of, stamp_file
 from vitrail.data.sources.tar import Member, members
 from vitrail.errors import DataError
 from vitrail.io import ContentError, open_regular, read_text
+from vitrail.text import printable_path
 
 CLASSES_FILE = "classes.txt"
 LABEL_SUFFIXES = (b"cls", b"json", b"txt")
@@ -85,13 +85,13 @@ class Shards:
 
     def name(self, index: int) -> str:
         """Return the path of the shard and the path inside."""
-        return shown(os.path.join(os.fsencode(self._path(index)), self.index.names[index]))
+        return printable_path(os.path.join(os.fsencode(self._path(index)), self.index.names[index]))
 
     def skipped(self) -> Iterator[SkippedFile]:
         """Yield the files that are neither images nor labels."""
         for number, (shard, start, size) in enumerate(self.index.other_places.T.tolist()):
             path = os.fsencode(self.paths[shard])
-            yield SkippedFile(shown(os.path.join(path, self.index.others[number])), path, start, size)
+            yield SkippedFile(printable_path(os.path.join(path, self.index.others[number])), path, start, size)
 
     def read(self, index: int) -> bytes:
         """Return the content of an image's file."""
@@ -126,10 +126,10 @@ def open_shards(paths: Sequence[str], *, unlabelled: bool = False, on_progress: 
     A file classes.txt next to the first shard names integer classes, one per line.
     """
     index = index_shards(paths, on_progress=on_progress)
-    shown_paths = shown(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+    shown_paths = printable_path(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
     if not len(index.codes):
         files = "1 other file" if len(index.others) == 1 else f"{len(index.others):,} other files"
-        instead = f" ({files}, such as {shown(index.others[0])})" if len(index.others) else ""
+        instead = f" ({files}, such as {printable_path(index.others[0])})" if len(index.others) else ""
         raise DataError(
             f"{shown_paths} has no images{instead}; name them with one dot and one of the suffixes "
             f"{', '.join(sorted(SUFFIXES))}"
@@ -156,14 +156,14 @@ def _read_classes(shard: str) -> list[str] | None:
     except FileNotFoundError:
         return None
     except ContentError as fault:
-        raise DataError(f"{shown(path)} {fault}; save it as UTF-8") from None
+        raise DataError(f"{printable_path(path)} {fault}; save it as UTF-8") from None
     except OSError as fault:
-        raise DataError(f"{shown(path)} cannot be read: {reason_of(fault)}") from None
+        raise DataError(f"{printable_path(path)} cannot be read: {reason_of(fault)}") from None
 
 
 def index_shards(paths: Sequence[str], *, on_progress: Progress | None = None) -> ShardIndex:
     """Index the images in shards, or load the index from disk if no shard has changed."""
-    stamps = np.array([stamp_file(path, shown(path)) for path in paths], np.int64)
+    stamps = np.array([stamp_file(path, printable_path(path)) for path in paths], np.int64)
     place = index_file("shards", paths)
     arrays = load_index(place, _INDEX)
     if arrays is not None and np.array_equal(arrays["stamps"], stamps):
@@ -247,7 +247,7 @@ def _contents(path: str) -> _Contents:
             alone = [member for group in groups.values() if group.image is None for member in group.labels.values()]
             return _Contents(images, sorted([*others, *alone], key=lambda member: member.start))
     except OSError as fault:
-        raise DataError(f"{shown(path)} cannot be read: {reason_of(fault)}") from None
+        raise DataError(f"{printable_path(path)} cannot be read: {reason_of(fault)}") from None
 
 
 def _groups(path: str, file: int) -> tuple[dict[bytes, _Group], list[Member]]:
@@ -269,7 +269,8 @@ def _groups(path: str, file: int) -> tuple[dict[bytes, _Group], list[Member]]:
         if suffix in _IMAGES:
             if group.image is not None:
                 raise DataError(
-                    f"{_inside(path, member)} is the second image of its key, after {shown(group.image.name)}; "
+                    f"{_inside(path, member)} is the second image of its key, after "
+                    f"{printable_path(group.image.name)}; "
                     "give every image a unique key"
                 )
             group.image = member
@@ -282,7 +283,7 @@ def _groups(path: str, file: int) -> tuple[dict[bytes, _Group], list[Member]]:
 
 
 def _inside(path: str, member: Member) -> str:
-    return shown(os.path.join(os.fsencode(path), member.name))
+    return printable_path(os.path.join(os.fsencode(path), member.name))
 
 
 def _label(path: str, file: int, group: _Group) -> str | None:

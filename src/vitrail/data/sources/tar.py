@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
-from vitrail.data.sources.index_files import shown
 from vitrail.errors import DataError
+from vitrail.text import printable_path
 
 RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
@@ -28,9 +28,9 @@ def expand_pattern(pattern: str) -> list[str]:
         matches = sorted(glob.glob(filled)) if glob.has_magic(filled) else [filled] if os.path.exists(filled) else []
         if not matches:
             what = (
-                f"{shown(filled)}, which is part of {shown(pattern)},"
+                f"{printable_path(filled)}, which is part of {printable_path(pattern)},"
                 if ranges
-                else f"a file that matches {shown(pattern)}"
+                else f"a file that matches {printable_path(pattern)}"
             )
             raise DataError(f"{what} does not exist; correct the pattern")
         paths += matches
@@ -38,7 +38,9 @@ def expand_pattern(pattern: str) -> list[str]:
     wrong = next((path for path in paths if not path.lower().endswith(kind)), None)
     if wrong is not None:
         kinds = "only tar shards, or only Parquet files"
-        raise DataError(f"{shown(pattern)} also matches {shown(wrong)}; a pattern should match {kinds}")
+        raise DataError(
+            f"{printable_path(pattern)} also matches {printable_path(wrong)}; a pattern should match {kinds}"
+        )
     return paths
 
 
@@ -110,7 +112,7 @@ def members(path: str, file: int) -> Iterator[Member]:
             try:
                 _add_properties(kind, _read_extra(reader, start, size), common, extra)
             except ValueError:
-                raise DataError(f"{shown(path)} is corrupt at byte {start}; create it again") from None
+                raise DataError(f"{printable_path(path)} is corrupt at byte {start}; create it again") from None
             continue
         here = {**common, **extra} if common or extra else _NOTHING
         if kind in _WITHOUT_CONTENT:
@@ -129,9 +131,9 @@ def members(path: str, file: int) -> Iterator[Member]:
 
 def _check_kind(path: str, reader: _Reader) -> None:
     if not reader.size:
-        raise DataError(f"{shown(path)} is empty; create the tar again")
+        raise DataError(f"{printable_path(path)} is empty; create the tar again")
     if reader.read(0, 8).startswith(_COMPRESSED):
-        raise DataError(f"{shown(path)} is compressed, which prevents random access; decompress it")
+        raise DataError(f"{printable_path(path)} is compressed, which prevents random access; decompress it")
 
 
 def _check_header(path: str, reader: _Reader, header: bytes, place: int) -> tuple[bytes, int]:
@@ -144,12 +146,15 @@ def _check_header(path: str, reader: _Reader, header: bytes, place: int) -> tupl
         if _number(header[148:156]) in (total, signed):
             kind = header[156:157]
             if kind == b"S":
-                raise DataError(f"{shown(path)} has a sparse file, {shown(_header_name(header))}; store complete files")
+                raise DataError(
+                    f"{printable_path(path)} has a sparse file, {printable_path(_header_name(header))}; store "
+                    "complete files"
+                )
             return kind, _number(header[124:136])
     except ValueError:
         pass
     what = f"is corrupt at byte {place}; create it again" if place else "is not a tar file; use one, or another suffix"
-    raise DataError(f"{shown(path)} {what}")
+    raise DataError(f"{printable_path(path)} {what}")
 
 
 def _number(field: bytes) -> int:
@@ -211,12 +216,12 @@ def _check_end(path: str, reader: _Reader, place: int) -> None:
         rest = piece.lstrip(b"\0")
         if rest:
             at = place + len(piece) - len(rest)
-            raise DataError(f"{shown(path)} has more data at byte {at} after its end; split concatenated tars")
+            raise DataError(f"{printable_path(path)} has more data at byte {at} after its end; split concatenated tars")
         place += len(piece) or reader.size
 
 
 def _truncated(path: str, reader: _Reader, expected: int | None = None) -> DataError:
     missing = "" if expected is None else f", at least {expected - reader.size} bytes too early"
     return DataError(
-        f"the tar {shown(path)} is truncated: it ends at byte {reader.size}{missing}; copy or create it again"
+        f"the tar {printable_path(path)} is truncated: it ends at byte {reader.size}{missing}; copy or create it again"
     )

@@ -18,10 +18,10 @@ from vitrail.data.sources.index_files import (
     now_ns,
     save_index,
     settled,
-    shown,
 )
 from vitrail.data.sources.source import SUFFIXES, reason_of
 from vitrail.errors import DataError
+from vitrail.text import printable_path
 
 PROGRESS_EVERY = 10_000
 _SUFFIXES = frozenset(suffix.encode() for suffix in SUFFIXES)
@@ -147,11 +147,11 @@ def _walk(root: str, on_progress: Progress | None) -> Listing:
             status = os.stat(path)
             identity = (status.st_dev, status.st_ino)
             if identity in folder.around:
-                tree.faults.append(f"{shown(path)} is a link to a folder that contains it; remove the link")
+                tree.faults.append(f"{printable_path(path)} is a link to a folder that contains it; remove the link")
                 continue
             entries = _scan(path, total, on_progress)
         except OSError as fault:
-            wrong = f"{shown(path)} cannot be read: {reason_of(fault)}"
+            wrong = f"{printable_path(path)} cannot be read: {reason_of(fault)}"
             if not folder.path:
                 raise DataError(wrong) from None
             tree.faults.append(wrong)
@@ -203,8 +203,8 @@ def _wrong_link(entry: os.DirEntry[bytes]) -> str | None:
         entry.stat()  # cached by the entry: is_dir and is_file need no further call
     except OSError as fault:
         if fault.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            return f"{shown(entry.path)} cannot be read: {reason_of(fault)}"
-        target = shown(os.readlink(entry.path))
+            return f"{printable_path(entry.path)} cannot be read: {reason_of(fault)}"
+        target = printable_path(os.readlink(entry.path))
         what = "a circular link" if fault.errno == errno.ELOOP else f"a link to {target}, which does not exist"
-        return f"{shown(entry.path)} is {what}; correct or remove the link"
+        return f"{printable_path(entry.path)} is {what}; correct or remove the link"
     return None
