@@ -116,6 +116,17 @@ def test_light_imports_stay_light(code: str) -> None:
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
+def test_no_import_needs_a_module_that_windows_lacks() -> None:
+    names = [f"vitrail.{name}".removesuffix(".__init__") for name in modules() if "kernels" not in name]
+    code = f"""
+import importlib, sys
+sys.modules.update(dict.fromkeys(("fcntl", "resource", "pwd", "grp", "termios")))
+for name in {sorted(set(names) - {"vitrail.__main__"})}:
+    importlib.import_module(name)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_version_is_the_newest_in_the_changelog() -> None:
     changelog = Path(__file__).parents[1] / "CHANGELOG.md"
     headings = [line for line in changelog.read_text(encoding="utf-8").splitlines() if line.startswith("## ")]

@@ -1,4 +1,4 @@
-"""File helpers: read regular files only, write atomically, compute digests.
+"""File helpers: read regular files only, write atomically, lock, compute digests.
 
 Errors are an `OSError` from the system, or a `ContentError` if the content is invalid; callers turn them into a
 `VitrailError`.
@@ -25,14 +25,17 @@ DIGEST = "sha256"
 can verify it."""
 
 
+# Without O_NONBLOCK, opening a pipe would block until it has a writer. Windows has neither, but needs O_BINARY.
+_OPEN_FLAGS = sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))
+
+
 class ContentError(ValueError):
     """The content of a file is invalid."""
 
 
 def open_regular(path: str | bytes | os.PathLike[str]) -> io.FileIO:
     """Open a regular file for reading; a pipe might block forever, a device might never end."""
-    # Without O_NONBLOCK, opening a pipe would block until it has a writer.
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    handle = os.open(path, os.O_RDONLY | _OPEN_FLAGS)
     try:
         check_regular(os.fstat(handle).st_mode)
     except BaseException:  # close the file on any error, also Ctrl-C
@@ -127,7 +130,7 @@ def file_digest(path: str | os.PathLike[str]) -> str:
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Write a file atomically: yield a temporary path; on success, rename it to `path` with default permissions."""
-    temporary = path.with_name(f".{path.name}.part")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield temporary
         follow_umask(temporary)
@@ -136,6 +139,35 @@ def atomic_write(path: Path) -> Iterator[Path]:
         with suppress(OSError):
             temporary.unlink()
         raise
+
+
+@contextmanager
+def lock_file(path: Path, *, wait: bool = False) -> Iterator[None]:
+    """Hold a lock file; if another process holds it, wait or raise `BlockingIOError`.
+
+    Forked workers do not keep the lock: they outlive a killed process for some seconds.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path, timeout=-1 if wait else 0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise BlockingIOError(errno.EAGAIN, "it is in use by another process") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def try_lock(file: io.FileIO) -> bool:
+    """Lock an open file until it is closed; return whether no other process holds it."""
+    from filelock import lock_descriptor
+
+    try:
+        return lock_descriptor(file.fileno(), blocking=False)
+    except OSError:  # a file system without locks
+        return True
 
 
 def follow_umask(*paths: Path) -> None:

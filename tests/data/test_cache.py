@@ -21,6 +21,7 @@ from vitrail.data.sources.folders import open_folder
 from vitrail.data.sources.source import Arrays
 from vitrail.data.stream import Stream
 from vitrail.errors import DataError
+from vitrail.io import lock_file
 
 SIZE = CacheSize(short_side=30)
 
@@ -172,7 +173,7 @@ def test_two_processes_do_not_write_at_once(files: JpegSource, tmp_path: Path) -
     place = next(tmp_path.iterdir())
     child = os.fork()
     if child == 0:
-        with module._locked(place):
+        with lock_file(place / "lock", wait=True):
             (place / "inside").write_text("")
             time.sleep(1)
             (place / "inside").unlink()

@@ -7,8 +7,6 @@ Opening the cache decodes images whose files have changed. Training then reads p
 are taken from the downscaled image, so a small crop is less sharp.
 """
 
-import contextlib
-import fcntl
 import hashlib
 import os
 import time
@@ -28,6 +26,7 @@ from vitrail.data.preprocess import resized_size
 from vitrail.data.sources.index_files import Progress, cache_folder, load_index, save_index
 from vitrail.data.sources.source import Labels, Pixels, Source
 from vitrail.errors import DataError
+from vitrail.io import lock_file
 
 FORMAT = 1
 SAVE_EVERY = 10.0
@@ -160,7 +159,7 @@ def cached(
     stamps = np.array([_stamp(source, i) for i in range(len(source))], np.int64).reshape(-1, 2)
     try:
         place.mkdir(parents=True, exist_ok=True)
-        with _locked(place):
+        with lock_file(place / "lock", wait=True):  # the other processes wait and find the cache up to date
             table = _Table.load(file, len(source)) if pixels.is_file() else None
             if table is None or not table.fits(pixels.stat().st_size, size.channels):
                 table = _Table.empty(len(source))
@@ -174,14 +173,6 @@ def cached(
             f"another location with VITRAIL_CACHE"
         ) from None
     return Cached(source, place, size, table)
-
-
-@contextlib.contextmanager
-def _locked(place: Path) -> Iterator[None]:
-    """Let one process at a time update a cache; the others wait and find it up to date."""
-    with (place / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _fill(

@@ -9,7 +9,6 @@ that added or removed images are noticed; an incomplete last line is dropped.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import json
@@ -35,7 +34,7 @@ from vitrail.inference.writing import (
     read_record,
     write_parquet,
 )
-from vitrail.io import read_json
+from vitrail.io import read_json, try_lock
 from vitrail.runtime import Precision
 from vitrail.text import printable_path
 
@@ -150,7 +149,10 @@ class Output(Sink):
             # Unbuffered: a write that failed on a full disk must not be retried on close.
             self.file = io.FileIO(handle, "r+")
             try:
-                _lock(self.target, self.file)
+                if not try_lock(self.file):
+                    raise DataError(
+                        f"{printable_path(os.fspath(self.target))} is being written by another process; wait for it"
+                    )
                 self._check_unchanged()
                 if self._fresh:
                     self._start()
@@ -247,7 +249,7 @@ class Output(Sink):
 
     @contextlib.contextmanager
     def _reader(self) -> Iterator[BinaryIO]:
-        """Read the file from its start through the locked handle: closing another handle would release the lock."""
+        """Read the file from its start."""
         self.file.seek(0)
         reader = io.BufferedReader(self.file)
         try:
@@ -262,18 +264,6 @@ def _job_file(target: Path) -> Path:
 
 def _rows_file(target: Path, format: Format) -> Path:
     return target.with_name(target.name + ".rows.jsonl") if format == "parquet" else target
-
-
-def _lock(target: Path, file: io.FileIO) -> None:
-    """Keep two processes from writing rows of one job; the lock is released when the process ends."""
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise DataError(
-            f"{printable_path(os.fspath(target))} is being written by another process; wait for it"
-        ) from None
-    except OSError:  # a file system without locks
-        return
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """The model (architecture, parameters, input, the cost of training it), and how to reproduce the run."""
 
-import hashlib
 import importlib.metadata
 import platform
 import shlex
@@ -9,6 +8,7 @@ from pathlib import Path
 from vitrail._version import __version__
 from vitrail.charts.svg import escape
 from vitrail.checkpoints.bundle import WEIGHTS, Bundle
+from vitrail.io import file_digest
 from vitrail.models.stages import cost
 from vitrail.models.variants import variant_name
 from vitrail.reports.page import Section, absent, paragraph
@@ -169,7 +169,7 @@ def _files(folder: Path) -> str:
         path = folder / name
         if path.is_file():
             try:
-                checksum = _checksum(path)
+                checksum = file_digest(path)
             except OSError as error:
                 checksum = f"cannot be read: {error.strerror or error}"
             about = f"{escape(what)}, {byte_size(path.stat().st_size)}<br><code>{escape(checksum)}</code>"
@@ -178,8 +178,3 @@ def _files(folder: Path) -> str:
             about = f'{escape(what)}<br><span class="quiet">{escape(why)}</span>'
         rows.append(f"<dt><code>{escape(name)}</code></dt><dd>{about}</dd>")
     return f'<dl class="facts">{"".join(rows)}</dl>'
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

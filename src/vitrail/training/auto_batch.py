@@ -2,7 +2,6 @@
 
 import os
 import re
-import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,6 +57,10 @@ def _whole_machine(root: Path) -> Iterator[int]:
 
 def _process_limits(root: Path) -> Iterator[int]:
     """Yield what `ulimit -v` and `ulimit -d` leave."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        return
     used = {line.split(":")[0]: line.split()[1] for line in _lines(root / "proc/self/status") if line.startswith("Vm")}
     for limit, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
         allowed = resource.getrlimit(limit)[0]

@@ -5,7 +5,6 @@ state/ sessions.json result.json; and with the extra `train`: tensorboard/ test_
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,17 @@ import torch
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.errors import CheckpointError, ConfigError
-from vitrail.io import ContentError, atomic_write, open_regular, parse_json, parse_toml, read_json, read_text, read_toml
+from vitrail.io import (
+    ContentError,
+    atomic_write,
+    lock_file,
+    open_regular,
+    parse_json,
+    parse_toml,
+    read_json,
+    read_text,
+    read_toml,
+)
 from vitrail.training.recipe import Recipe, write_toml
 
 T = TypeVar("T")
@@ -128,20 +137,21 @@ def check_outside_data(folder: Path, origin: Origin) -> None:
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Lock a run folder for this process; raise if another process holds it."""
+    with contextlib.ExitStack() as stack:
+        _lock(folder, stack)
+        yield
+
+
+def _lock(folder: Path, stack: contextlib.ExitStack) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / LOCK).exists() and any(folder.iterdir()):
             raise ConfigError(f"{folder} exists and is not a run; choose another --run")
-        lock = (folder / LOCK).open("w")
+        stack.enter_context(lock_file(folder / LOCK))
+    except BlockingIOError:
+        raise ConfigError(f"the run folder {folder} is in use by another process; wait, or choose --run") from None
     except OSError as error:
         raise CheckpointError(f"the run folder {folder} cannot be written: {error.strerror or error}") from None
-    with lock:
-        try:
-            # Unlike flock, workers do not inherit this lock; they outlive a killed run for some seconds.
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(f"the run folder {folder} is in use by another process; wait, or choose --run") from None
-        yield
 
 
 def keep_recipe(folder: Path, recipe: Recipe) -> None:

@@ -14,6 +14,7 @@ from vitrail.data.checking.survey import stored_format
 from vitrail.data.decode import open_image
 from vitrail.data.sources.source import Pixels, Source, reason_of
 from vitrail.errors import DataError
+from vitrail.io import atomic_write
 
 MOST_CLASSES = 24
 IMAGES = 7
@@ -61,16 +62,11 @@ def contact_sheet(source: Source, *, title: str, seed: int = 0) -> Image.Image:
 def save_sheet(sheet: Image.Image, path: str | os.PathLike[str]) -> None:
     """Write a sheet as PNG, atomically."""
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with open(temporary, "xb") as file:
-            sheet.save(file, "PNG")
-        os.replace(temporary, path)
+        with atomic_write(path) as temporary:
+            sheet.save(temporary, "PNG")
     except OSError as fault:
         raise DataError(f"the sheet {path} cannot be written: {reason_of(fault)}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
 
 
 def _row(source: Source, label: int, seed: int) -> SheetRow:

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import os
-import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.io import follow_umask, open_regular
+from vitrail.io import atomic_write, open_regular
 
 Progress = Callable[[int], None]
 """Called with the number of images found so far."""
@@ -97,18 +96,10 @@ def load_index(path: Path, names: Iterable[str] | None = None) -> dict[str, NDAr
 
 def save_index(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
     """Write arrays for `load_index`, atomically. Failure is ignored: it only costs time later."""
-    temporary = None
-    try:
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
-            temporary = file.name
+        with atomic_write(path) as temporary, temporary.open("wb") as file:
             np.savez(file, allow_pickle=False, version=np.array(VERSION), **arrays)
-        follow_umask(Path(temporary))
-        os.replace(temporary, path)
-    except OSError:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
 
 
 def settled(times_ns: NDArray[np.int64], began_ns: int) -> bool:
