@@ -39,7 +39,7 @@ def test_help(words: tuple[str, ...]) -> None:
 
 
 def test_models_lists_every_variant() -> None:
-    done = run_fresh("models")
+    done = run("models")
     assert done.returncode == 0, done.stderr
     assert "vit_base_patch16_224      B/16         86,567,656     197   35.13" in done.stdout
     assert len([line for line in done.stdout.splitlines() if line.startswith("vit_")]) == 16

@@ -5,7 +5,6 @@ import io
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from tests.support import forked_commands
 from tests.support.jpeg_source import JpegSource
 from torch.utils.data import Dataset
 
@@ -231,14 +231,12 @@ def test_workers_exit_when_their_parent_is_killed() -> None:
         for _ in batches.evaluation_batches(batches.Evaluation(data, pre, 2), workers=2, method="fork"):
             pass
     """
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, start_new_session=True
-    ) as process:
-        try:
-            process.communicate(timeout=60)  # until no process holds the pipe
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+    process = forked_commands.start(code=textwrap.dedent(code), new_session=True)
+    try:
+        process.communicate(timeout=60)  # until no process holds the pipe
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
 
 
@@ -257,17 +255,11 @@ def test_ctrl_c_prints_no_tracebacks_of_workers(tmp_path: Path) -> None:
         except KeyboardInterrupt:
             sys.exit(130)
     """
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "go\n"
-        os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+    process = forked_commands.start(code=textwrap.dedent(code), new_session=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "go\n"
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (130, "")
 
 

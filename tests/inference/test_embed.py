@@ -4,8 +4,6 @@ import io
 import json
 import os
 import resource
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from safetensors import safe_open
 from safetensors.numpy import load_file
+from tests.support import forked_commands
 from tests.support.commands import RunCommand
 
 import vitrail
@@ -184,9 +183,8 @@ try:
 except CheckpointError as error:
     print(error)
 """
-    words = [sys.executable, "-c", code, str(tmp_path / "locked" / "x.npy")]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
     target = tmp_path / "locked" / "x.npy"
+    done = forked_commands.run(target, code=code)
     expected = f"{target} cannot be written: no write permission for {target.parent}; choose another folder\n"
     assert done.stdout == expected, done.stderr
 

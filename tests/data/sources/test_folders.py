@@ -2,8 +2,6 @@
 
 import os
 import pickle
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -11,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support import forked_commands
 
 from vitrail.data.sources import tree
 from vitrail.data.sources.folders import open_folder
@@ -212,9 +211,8 @@ def test_without_permission(shared: Path) -> None:
     )
     closed.chmod(0)
     try:
-        words = [sys.executable, "-c", code, str(shared / "data"), str(other)]
         environment = {**os.environ, "VITRAIL_CACHE": str(shared / "no" / "cache")}
-        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60, env=environment)
+        done = forked_commands.run(shared / "data", other, code=code, environment=environment)
     finally:
         closed.chmod(0o700)
     assert done.stdout.splitlines() == [
