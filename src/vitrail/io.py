@@ -11,6 +11,7 @@ import json
 import os
 import stat
 import tomllib
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -161,9 +162,20 @@ def lock_file(path: Path, *, wait: bool = False) -> Iterator[None]:
 
 
 def try_lock(file: io.FileIO) -> bool:
-    """Lock an open file until it is closed; return whether no other process holds it."""
+    """Lock an open file until it is closed; return False if another process holds the lock.
+
+    Forked workers close the file, so that they do not keep the lock.
+    """
     from filelock import lock_descriptor
 
+    reference = weakref.ref(file)
+
+    def close_in_child() -> None:
+        if (inherited := reference()) is not None:
+            inherited.close()
+
+    if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+        os.register_at_fork(after_in_child=close_in_child)
     try:
         return lock_descriptor(file.fileno(), blocking=False)
     except OSError:  # a file system without locks
