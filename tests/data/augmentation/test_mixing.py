@@ -73,10 +73,10 @@ def test_lambda_is_beta_distributed() -> None:
 
 
 def test_chances() -> None:
-    lam, box = drawn(Mixing(mixup=1.0, cutmix=1.0, chance=0.6, cutmix_chance=0.25), 20_000)
+    lam, box = drawn(Mixing(mixup=1.0, cutmix=1.0, chance=0.6), 20_000)
     mixed, cut = (lam < 1)[::2], (box[:, 2] > 0)[::2]
     assert float(mixed.float().mean()) == pytest.approx(0.6, abs=0.02)
-    assert float(cut.float().mean()) == pytest.approx(0.6 * 0.25, abs=0.02)
+    assert float(cut.float().mean()) == pytest.approx(0.6 * 0.5, abs=0.02)
 
 
 def test_nothing_is_mixed_by_default() -> None:

@@ -18,6 +18,8 @@ from vitrail.schema import Frozen
 
 Strength = Annotated[float, Field(ge=0, le=100)]
 Chance = Annotated[float, Field(ge=0, le=1)]
+CUTMIX_CHANCE = 0.5
+"""Probability of CutMix for a pair if both methods are on, as in timm."""
 
 
 class Mixing(Frozen):
@@ -27,8 +29,6 @@ class Mixing(Frozen):
     """α of the Beta(α, α) that λ is drawn from."""
     cutmix: Strength = 0.0
     """α of the Beta(α, α) that λ, the fraction of the area left uncovered, is drawn from."""
-    cutmix_chance: Chance = 0.5
-    """Probability of CutMix for a pair if both are on."""
     chance: Chance = 1.0
     """Probability that a pair is mixed at all."""
 
@@ -68,7 +68,7 @@ def _draw_pair(mixing: Mixing, seed: int, pair: int, size: tuple[int, int]) -> t
     nothing = (0, 0, 0, 0)
     if mixed >= mixing.chance:
         return 1.0, nothing
-    if mixing.cutmix == 0 or (mixing.mixup > 0 and cut >= mixing.cutmix_chance):
+    if mixing.cutmix == 0 or (mixing.mixup > 0 and cut >= CUTMIX_CHANCE):
         return float(generator.beta(mixing.mixup, mixing.mixup)), nothing
     lam = float(generator.beta(mixing.cutmix, mixing.cutmix))
     box = _cut_box(lam, row, column, size)
