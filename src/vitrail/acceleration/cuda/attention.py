@@ -24,6 +24,15 @@ PREFERRED = [
 """The fastest first, for a few hundred tokens on Hopper GPUs."""
 TRUSTED = PREFERRED[1:]
 """All of torch's kernels except cuDNN's."""
+MAX_TOKENS = 272
+"""Sequence length up to which the kernel is used (benchmarks/lab-gpu.md, attempts 29 and 30)."""
+SUPPORTED_TOKENS = {16: 128, 32: 128, 64: 272, 128: 128}
+"""Maximum number of tokens for each supported head width."""
+VERIFIED_TRITON = ("3.6.",)
+"""Triton versions whose kernels were verified against torch on a GPU; verify before adding one."""
+
+
+# ── torch's kernels ──
 
 
 def preferred_attention(device_type: str) -> AbstractContextManager[None]:
@@ -42,12 +51,7 @@ def for_training(queries: int, keys: int) -> list[SDPBackend]:
     return TRUSTED if queries == 1 or keys % 64 == 0 else PREFERRED
 
 
-MAX_TOKENS = 272
-"""Sequence length up to which the kernel is used (benchmarks/lab-gpu.md, attempts 29 and 30)."""
-SUPPORTED_TOKENS = {16: 128, 32: 128, 64: 272, 128: 128}
-"""Maximum number of tokens for each supported head width."""
-VERIFIED_TRITON = ("3.6.",)
-"""Triton versions whose kernels were verified against torch on a GPU; verify before adding one."""
+# ── short sequences ──
 
 
 def can_attend(device: torch.device) -> bool:

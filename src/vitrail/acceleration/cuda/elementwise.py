@@ -23,6 +23,9 @@ FP8_MAX = 448.0
 """The largest finite value of this fp8 format."""
 
 
+# ── inference ──
+
+
 @functools.cache
 def kernels_run(device: torch.device) -> bool:
     """Return whether the kernels run on a CUDA device: Triton, or the C compiler it needs, may be missing."""
@@ -108,6 +111,8 @@ def _plain(x: Tensor, form: Form) -> Tensor:
         case "relu":
             return F.relu(x)
 
+
+# ── gradients ──
 
 NEAR = 4.25
 """Beyond this the derivative is 0 or 1 to within 2e-4."""

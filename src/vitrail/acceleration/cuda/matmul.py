@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from vitrail.acceleration.cuda.elementwise import FP8, FP8_MAX, Form, activate, to_fp8
 from vitrail.models.blocks import Block, LayerScale
 
+# ── folding ──
+
 
 class Affine(NamedTuple):
     """A weight (outputs, inputs) and a bias, both float64."""
@@ -73,6 +75,8 @@ def _scaled(linear: nn.Linear, scale: nn.Module) -> Affine:
     gamma = scale.gamma.detach().double()
     return Affine(weight * gamma[:, None], bias * gamma)
 
+
+# ── rounding to fp8 ──
 
 ROW_CHUNK = 65_536
 """Rows converted to float32 at a time."""
@@ -144,6 +148,8 @@ def round_correlated(weight: Tensor, correlation: Tensor) -> Tensor:
         remaining[stop:].addmm_(inverse[start:stop, stop:].t(), errors, alpha=-1)
     return torch.empty_like(remaining).index_copy_(0, order, remaining).t().contiguous().to(FP8)
 
+
+# ── matmuls ──
 
 WeightScales = Literal["tensor", "row"]
 """Whether an fp8 matrix has one scale, or one per output."""
