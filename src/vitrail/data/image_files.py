@@ -145,7 +145,7 @@ class Outline(NamedTuple):
 
 
 def check_count(count: int, most: int, kind: str, what: str, limit: int | None = None) -> None:
-    """Raise if `found` exceeds `most`, which is what remains of the `limit` in the message."""
+    """Raise if `count` exceeds `most`, which is what remains of the `limit` in the message."""
     if count > most:
         raise DataError(
             f"a {kind} with more than {most if limit is None else limit:,} {what} would take very long to decode; "

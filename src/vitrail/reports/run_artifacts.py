@@ -1,4 +1,4 @@
-"""What a run left for its report: the best model, the test images and the predictions, alone or paired with a run."""
+"""What a run left for its report: the best model, the test images, and the predictions, also next to another run's."""
 
 import os
 from dataclasses import dataclass

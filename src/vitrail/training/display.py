@@ -1,4 +1,4 @@
-"""Terminal rendering of a run: its throughput, a two-line status that fits any width, the resolved defaults."""
+"""Terminal rendering of a run: a two-line status that fits any width, the resolved defaults, its throughput."""
 
 import sys
 from collections import deque

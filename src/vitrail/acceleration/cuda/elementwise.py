@@ -3,8 +3,8 @@
 On a CUDA device these are Triton kernels (`kernels.py`); elsewhere the plain torch below, which is also the reference
 for the kernels. Rows are (M, D), in the stream's dtype or, with a scale, in fp8.
 
-torch.compile writes a gradient in one kernel and reads it in another to sum it. Here both are one Triton kernel,
-registered as a custom operator; elsewhere plain torch does the same. Axes: M tokens of all images, N outputs.
+torch.compile writes a gradient in one kernel and reads it in another to sum it. Here one Triton kernel, registered as a
+custom operator, does both; elsewhere plain torch. Axes: M tokens of all images, N outputs.
 """
 
 import functools

@@ -1,5 +1,7 @@
 """The matmuls of the encoder, in bf16 with fused epilogues or in fp8; constant folding, and the rounding of weights.
 
+Norms and LayerScale are folded into the matrices next to them:
+
     norm(x) = γ·x̂ + β, so  W·norm(x) + b  =  (W·γ)·x̂ + (b + W·β)        after a LayerNorm
     s·(W·x + b)  =  (s·W)·x + (s·b)                                       before a LayerScale
 
