@@ -3,7 +3,8 @@
 torch's kernels use tiles of 128 or more tokens, and a multi-kernel backward pass. With 64 tokens most of a tile is
 empty, and with 197 two fifths. In ours, one Triton program handles one head of one image. It reads queries, keys and
 values in the layout of their matmul's output; the backward pass writes their gradients in the layout of the next
-matmul's input, and the bias gradients in the same kernel. For the backward pass it saves the log-sum-exp of each query. Elsewhere plain torch does the same. Axes: B images, T tokens, H heads of width D.
+matmul's input, and the bias gradients in the same kernel. For the backward pass it saves the log-sum-exp of each query.
+Elsewhere plain torch does the same. Axes: B images, T tokens, H heads of width D.
 """
 
 import contextlib
