@@ -31,6 +31,9 @@ CHUNK = 256
 """Images of a large batch that are computed on a GPU while the next ones are copied."""
 
 
+# ── engines ──
+
+
 class Engine(Protocol):
     """A callable from pixels to logits."""
 
@@ -114,41 +117,6 @@ class FromPixels:
         return [self.factor, self.shift, *self.model.parameters(), *self.model.buffers()]
 
 
-def open_engine(
-    model: ViT, preprocess: Preprocess, *, kind: str = "torch", precision: Precision = "float32", device: torch.device
-) -> Engine:
-    """Open an engine for a model."""
-    if precision not in get_args(Precision):
-        raise ConfigError(f"no precision is called {precision!r}; choose float32, bf16 or fp16")
-    match kind:
-        case "torch":
-            return TorchEngine(model, preprocess, device, precision)
-        case "onnx":
-            return OnnxEngine(model, preprocess, device, precision)
-        case "openvino":
-            return OpenVinoEngine(model, preprocess, device, precision)
-        case _:
-            raise ConfigError(
-                f"no engine is called {kind!r}{suggest(kind, get_args(Kind)) or '; choose torch, onnx or openvino'}"
-            )
-
-
-def check_runs_on_cpu(runtime: str, device: torch.device) -> None:
-    """Raise if a CPU-only runtime is used with another device."""
-    if device.type != "cpu":
-        raise ConfigError(f"{runtime} runs on the CPU only, not on {device}; use --device cpu, or the engine torch")
-
-
-def prepare(model: ViT, precision: Precision) -> nn.Module:
-    """Return a faster model with the same outputs under autocast."""
-    kind = next(model.parameters()).device.type
-    if precision == "bf16" and runs_fast(model):
-        return FastModel(model, EncoderPrecision())
-    if precision == "bf16" and kind == "cpu" and can_pack(model, torch.bfloat16):
-        return cast_matrices(pack(model, torch.bfloat16), torch.bfloat16)
-    return cast_once(model, precision)
-
-
 class OnnxEngine:
     """The model in ONNX Runtime, in float32 on the CPU."""
 
@@ -188,3 +156,41 @@ class OpenVinoEngine:
     def __call__(self, pixels: Tensor) -> Tensor:
         """Return logits for images."""
         return self.session(pixels)
+
+
+# ── opening ──
+
+
+def open_engine(
+    model: ViT, preprocess: Preprocess, *, kind: str = "torch", precision: Precision = "float32", device: torch.device
+) -> Engine:
+    """Open an engine for a model."""
+    if precision not in get_args(Precision):
+        raise ConfigError(f"no precision is called {precision!r}; choose float32, bf16 or fp16")
+    match kind:
+        case "torch":
+            return TorchEngine(model, preprocess, device, precision)
+        case "onnx":
+            return OnnxEngine(model, preprocess, device, precision)
+        case "openvino":
+            return OpenVinoEngine(model, preprocess, device, precision)
+        case _:
+            raise ConfigError(
+                f"no engine is called {kind!r}{suggest(kind, get_args(Kind)) or '; choose torch, onnx or openvino'}"
+            )
+
+
+def check_runs_on_cpu(runtime: str, device: torch.device) -> None:
+    """Raise if a CPU-only runtime is used with another device."""
+    if device.type != "cpu":
+        raise ConfigError(f"{runtime} runs on the CPU only, not on {device}; use --device cpu, or the engine torch")
+
+
+def prepare(model: ViT, precision: Precision) -> nn.Module:
+    """Return a faster model with the same outputs under autocast."""
+    kind = next(model.parameters()).device.type
+    if precision == "bf16" and runs_fast(model):
+        return FastModel(model, EncoderPrecision())
+    if precision == "bf16" and kind == "cpu" and can_pack(model, torch.bfloat16):
+        return cast_matrices(pack(model, torch.bfloat16), torch.bfloat16)
+    return cast_once(model, precision)

@@ -4,6 +4,10 @@ from collections.abc import Sequence
 
 from vitrail.charts.svg import HEAD, LEVELS, MARGIN, drawing, empty_drawing, level, number, text_at, titled
 
+Names = tuple[Sequence[str], Sequence[str]]
+Corner = tuple[float, float, float]
+"""Left and top of the table, and the side of a cell."""
+
 WRITTEN = 24
 """Up to this many rows and columns, each cell shows its number."""
 NAMED = 60
@@ -61,11 +65,6 @@ def heat_map(
     return drawing(
         body, title=title, description=description, width=max(right, 300), height=bottom + MARGIN, standalone=standalone
     )
-
-
-Names = tuple[Sequence[str], Sequence[str]]
-Corner = tuple[float, float, float]
-"""Left and top of the table, and the side of a cell."""
 
 
 def _kind(row: int, column: int, fraction: float, square: bool) -> str:

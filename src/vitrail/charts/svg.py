@@ -15,6 +15,14 @@ LEVELS = 10
 """The number of colour steps of a heat map."""
 HUES = {"hit": 245.0, "miss": 50.0}
 """Blue and orange, safe for colour-blind readers, in degrees."""
+COLOURS = 6
+"""The number of series colours; more series cycle through them."""
+MARGIN, HEAD, LINE = 8, 30, 19
+"""The margin around a drawing, the height of its title, and the height of a line of text below the title of a sheet."""
+_NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+# ── colour scales ──
 
 
 class Scheme(NamedTuple):
@@ -93,11 +101,7 @@ def _rgb(lightness: float, chroma: float, hue: float) -> tuple[int, int, int]:
     return red, green, blue
 
 
-COLOURS = 6
-"""The number of series colours; more series cycle through them."""
-MARGIN, HEAD, LINE = 8, 30, 19
-"""The margin around a drawing, the height of its title, and the height of a line of text below the title of a sheet."""
-_NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+# ── style ──
 
 # Okabe and Ito's colours, safe for colour-blind readers; lighter ones of the same hues for a dark page.
 _LIGHT = {
@@ -135,6 +139,9 @@ STYLE = (
     + f"@media screen and (prefers-color-scheme:dark){{.chart{{{_variables(_DARK)}}}{rules('dark')}}}"
 )
 """The CSS that a page with charts needs once; a standalone chart includes it."""
+
+
+# ── elements ──
 
 
 def escape(text: str) -> str:
@@ -185,6 +192,17 @@ def sheet(
     return _element(body, title, "; ".join(lines), width, top + height, standalone=True)
 
 
+def empty_drawing(title: str, reason: str, *, width: float, height: float, standalone: bool) -> str:
+    """Return an empty chart with a reason."""
+    body = text_at(width / 2, height / 2, reason, style="quiet", anchor="middle")
+    return drawing(body, title=title, description=reason, width=width, height=height, standalone=standalone)
+
+
+def finite(values: list[float]) -> list[float]:
+    """Return the finite values."""
+    return [value for value in values if math.isfinite(value)]
+
+
 def _element(body: str, title: str, description: str, width: float, height: float, *, standalone: bool) -> str:
     style = (
         f'<style>{STYLE}</style><rect width="100%" height="100%" style="fill:var(--chart-paper)"/>'
@@ -197,14 +215,3 @@ def _element(body: str, title: str, description: str, width: float, height: floa
         f'viewBox="0 0 {number(width)} {number(height)}" {size}>'
         f"{titled(title)}<desc>{escape(description)}</desc>{style}{body}</svg>"
     )
-
-
-def empty_drawing(title: str, reason: str, *, width: float, height: float, standalone: bool) -> str:
-    """Return an empty chart with a reason."""
-    body = text_at(width / 2, height / 2, reason, style="quiet", anchor="middle")
-    return drawing(body, title=title, description=reason, width=width, height=height, standalone=standalone)
-
-
-def finite(values: list[float]) -> list[float]:
-    """Return the finite values."""
-    return [value for value in values if math.isfinite(value)]

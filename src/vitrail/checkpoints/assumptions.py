@@ -47,12 +47,6 @@ class Assumption(NamedTuple):
         return f"{self.field}={_shown(self.value)} ({self.reason}); {self.changed_by}"
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple | list):
-        return ("x" if all(isinstance(item, int) for item in value) else ",").join(map(_shown, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def announce(assumptions: Iterable[Assumption]) -> None:
     """Log each assumption as a warning of the `vitrail` logger; without a handler it goes to stderr."""
     if os.environ.get("RANK", "0") != "0":  # rank 0 only
@@ -84,21 +78,6 @@ def assumed_of_model(
         assumptions.append(Assumption("conv_stem", strides, "strides, which are not in the weights"))
         assumptions.append(Assumption("conv_stem.activation", "relu", "it is not in the weights"))
     return assumptions
-
-
-def _is_ambiguous(field: str, config: ViTConfig) -> bool:
-    """Return whether the tensors leave a field open; a gated MLP, an attention pool or two heads decide theirs."""
-    if field == "activation":
-        return config.activation != "swiglu"
-    if field == "pool":
-        return config.pool != "map" and not config.distillation_token
-    if field == "pool_over":
-        return config.pool in ("mean", "map") and config.special_tokens > 0
-    if field == "class_token":
-        return config.class_token != "none"
-    if field == "pre_logits":
-        return config.representation is not None
-    return not (field == "rope_theta" and config.position != "rope_2d")
 
 
 def assumed_of_images(preprocess: Preprocess, stated: Iterable[str], reason: str) -> list[Assumption]:
@@ -151,6 +130,27 @@ def cannot_be_guessed(config: ViTConfig, shapes: Shapes, stated: Mapping[str, An
     return missing
 
 
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return ("x" if all(isinstance(item, int) for item in value) else ",").join(map(_shown, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _is_ambiguous(field: str, config: ViTConfig) -> bool:
+    """Return whether the tensors leave a field open; a gated MLP, an attention pool or two heads decide theirs."""
+    if field == "activation":
+        return config.activation != "swiglu"
+    if field == "pool":
+        return config.pool != "map" and not config.distillation_token
+    if field == "pool_over":
+        return config.pool in ("mean", "map") and config.special_tokens > 0
+    if field == "class_token":
+        return config.class_token != "none"
+    if field == "pre_logits":
+        return config.representation is not None
+    return not (field == "rope_theta" and config.position != "rope_2d")
+
+
 def _strides(config: ViTConfig, shapes: Shapes, stated: Mapping[str, Any]) -> dict[str, str]:
     """Require the image size for a conv stem, unless its strides are set or can be inferred."""
     if config.stem != "conv_stem" or "conv_stem" in stated or ("image_size" in stated and "pos_embed" in shapes):
@@ -160,6 +160,8 @@ def _strides(config: ViTConfig, shapes: Shapes, stated: Mapping[str, Any]) -> di
         "image_size=224 to infer them"
     }
 
+
+# ── overrides ──
 
 IMAGES = "preprocess."
 """The prefix of preprocessing fields."""

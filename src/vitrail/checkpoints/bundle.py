@@ -26,13 +26,6 @@ from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 from vitrail.text import short_repr
 
-
-def imagenet_names() -> tuple[str, ...]:
-    """Return the names in the usual order: by WordNet ID, "tench" first."""
-    text = (resources.files("vitrail.checkpoints") / "imagenet_1k.txt").read_text(encoding="utf-8")
-    return tuple(text.splitlines())
-
-
 FORMAT_VERSION = 1
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 WEIGHTS_DIGEST = "weights_sha256"
@@ -155,55 +148,6 @@ class Bundle:
         return "\n".join(lines) + "\n"
 
 
-def _metrics(metrics: Any) -> list[str]:
-    """Return the metrics as a Markdown table; nothing if there are none."""
-    if not isinstance(metrics, Mapping) or not metrics:
-        return []
-    rows = [f"| {name} | {value} |" for name, value in metrics.items()]
-    return ["", "## Metrics", "", "| metric | value |", "|---|---|", *rows]
-
-
-def _names(classes: tuple[str, ...] | None, outputs: int) -> str:
-    if classes is None:
-        return f"{outputs}, without names" if outputs else "none, a backbone"
-    shown = ", ".join(classes[:10])
-    return f"{len(classes)} ({shown}{', …' if len(classes) > 10 else ''})"
-
-
-def _misfit(preprocess: Preprocess, config: ViTConfig) -> str | None:
-    """Return how the preprocessing does not match the model's input; None if it matches."""
-    if (preprocess.size, preprocess.channels) == (config.image_size, config.channels):
-        return None
-    prepared, expected = _sides(preprocess.size, preprocess.channels), _sides(config.image_size, config.channels)
-    return f"prepares images of {prepared} for a model that takes {expected}"
-
-
-def _sides(size: tuple[int, int], channels: int) -> str:
-    return f"{size[0]}×{size[1]} pixels in {channels} channels"
-
-
-def is_bundle(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json belongs to a bundle."""
-    return isinstance(config.get("vitrail"), dict)
-
-
-def check_weights(folder: Path, ours: Mapping[str, Any]) -> None:
-    """Raise if the weights do not match the recorded digest; a bundle without a digest passes."""
-    expected = ours.get(WEIGHTS_DIGEST)
-    if expected is None:
-        return
-    file = folder / WEIGHTS
-    try:
-        digest = file_digest(file)
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from None
-    if digest != expected:
-        raise CheckpointError(
-            f"{file} is corrupt: its digest is not the {WEIGHTS_DIGEST} in {folder / CONFIG}; copy it again, or remove "
-            f"that line if you changed the weights yourself"
-        )
-
-
 def read_bundle(folder: Path, *, fresh: Sequence[str] = (), dtype: Dtype = "float32") -> Bundle:
     """Read a bundle from its folder."""
     ours = read_json(folder / CONFIG)["vitrail"]
@@ -238,3 +182,58 @@ def read_bundle(folder: Path, *, fresh: Sequence[str] = (), dtype: Dtype = "floa
     classes = None if names is None else tuple(names)
     provenance = {**ours["provenance"], **({"fresh": initialised} if initialised else {})}
     return Bundle(model, preprocess, classes, provenance)
+
+
+def is_bundle(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json belongs to a bundle."""
+    return isinstance(config.get("vitrail"), dict)
+
+
+def check_weights(folder: Path, ours: Mapping[str, Any]) -> None:
+    """Raise if the weights do not match the recorded digest; a bundle without a digest passes."""
+    expected = ours.get(WEIGHTS_DIGEST)
+    if expected is None:
+        return
+    file = folder / WEIGHTS
+    try:
+        digest = file_digest(file)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from None
+    if digest != expected:
+        raise CheckpointError(
+            f"{file} is corrupt: its digest is not the {WEIGHTS_DIGEST} in {folder / CONFIG}; copy it again, or remove "
+            f"that line if you changed the weights yourself"
+        )
+
+
+def imagenet_names() -> tuple[str, ...]:
+    """Return the class names of ImageNet-1k in the usual order: by WordNet ID, "tench" first."""
+    text = (resources.files("vitrail.checkpoints") / "imagenet_1k.txt").read_text(encoding="utf-8")
+    return tuple(text.splitlines())
+
+
+def _metrics(metrics: Any) -> list[str]:
+    """Return the metrics as a Markdown table; nothing if there are none."""
+    if not isinstance(metrics, Mapping) or not metrics:
+        return []
+    rows = [f"| {name} | {value} |" for name, value in metrics.items()]
+    return ["", "## Metrics", "", "| metric | value |", "|---|---|", *rows]
+
+
+def _names(classes: tuple[str, ...] | None, outputs: int) -> str:
+    if classes is None:
+        return f"{outputs}, without names" if outputs else "none, a backbone"
+    shown = ", ".join(classes[:10])
+    return f"{len(classes)} ({shown}{', …' if len(classes) > 10 else ''})"
+
+
+def _misfit(preprocess: Preprocess, config: ViTConfig) -> str | None:
+    """Return how the preprocessing does not match the model's input; None if it matches."""
+    if (preprocess.size, preprocess.channels) == (config.image_size, config.channels):
+        return None
+    prepared, expected = _sides(preprocess.size, preprocess.channels), _sides(config.image_size, config.channels)
+    return f"prepares images of {prepared} for a model that takes {expected}"
+
+
+def _sides(size: tuple[int, int], channels: int) -> str:
+    return f"{size[0]}×{size[1]} pixels in {channels} channels"

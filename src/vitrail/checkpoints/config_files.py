@@ -18,7 +18,6 @@ _TRANSFORMERS_TYPES = ("vit", "deit", "dinov2", "dinov2_with_registers")
 """The model types whose defaults are those below; a config may omit them."""
 _TRANSFORMERS_DEFAULTS: Hints = {"heads": 12, "activation": "gelu"}
 
-
 CONFIG_FIELDS = frozenset({"activation", "norm_eps", "pool", "pool_over", "pre_logits", "norm_order"})
 """Fields that a config determines even if it omits them, by its library's defaults."""
 
@@ -65,7 +64,7 @@ def _names(names: Any) -> tuple[str, ...] | None:
     return tuple(names) if named else None
 
 
-# ── transformers ──
+# ── reading transformers' files ──
 
 
 def _transformers(folder: Path, config: dict[str, Any]) -> FolderInfo:
@@ -132,6 +131,8 @@ def _statistics(config: dict[str, Any]) -> dict[str, Any]:
     return {"channels": len(mean), "mean": mean, "std": std}
 
 
+# ── writing transformers' files ──
+
 _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "quick_gelu": "quick_gelu", "relu": "relu"}
 _RESAMPLE = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3, "box": 4, "hamming": 5}
 
@@ -185,24 +186,6 @@ def dinov2_config(config: ViTConfig) -> dict[str, Any]:
     }
 
 
-def preprocessor_differences(preprocess: Preprocess) -> list[str]:
-    """Return how the closest image processor of transformers differs."""
-    box, size = preprocess.resize_to or preprocess.size, preprocess.size
-    if _processor(preprocess) != "none":
-        return []
-    return [
-        f"preprocess.resize={preprocess.resize!r} to {box[0]}×{box[1]}, crop to {size[0]}×{size[1]} (no image "
-        f"processor of transformers supports it; the one written squashes images to {size[0]}×{size[1]})"
-    ]
-
-
-def _processor(preprocess: Preprocess) -> Literal["squash", "shortest_edge", "none"]:
-    box = preprocess.resize_to or preprocess.size
-    if preprocess.resize == "squash" and box == preprocess.size:
-        return "squash"
-    return "shortest_edge" if preprocess.resize == "cover" and box[0] == box[1] else "none"
-
-
 def transformers_preprocessor(preprocess: Preprocess) -> dict[str, Any]:
     """Return preprocessor_config.json; a processor that crops is another class in transformers."""
     height, width = preprocess.size
@@ -224,6 +207,24 @@ def transformers_preprocessor(preprocess: Preprocess) -> dict[str, Any]:
             **common,
         }
     return {"image_processor_type": "ViTImageProcessor", "size": {"height": height, "width": width}, **common}
+
+
+def preprocessor_differences(preprocess: Preprocess) -> list[str]:
+    """Return how the closest image processor of transformers differs."""
+    box, size = preprocess.resize_to or preprocess.size, preprocess.size
+    if _processor(preprocess) != "none":
+        return []
+    return [
+        f"preprocess.resize={preprocess.resize!r} to {box[0]}×{box[1]}, crop to {size[0]}×{size[1]} (no image "
+        f"processor of transformers supports it; the one written squashes images to {size[0]}×{size[1]})"
+    ]
+
+
+def _processor(preprocess: Preprocess) -> Literal["squash", "shortest_edge", "none"]:
+    box = preprocess.resize_to or preprocess.size
+    if preprocess.resize == "squash" and box == preprocess.size:
+        return "squash"
+    return "shortest_edge" if preprocess.resize == "cover" and box[0] == box[1] else "none"
 
 
 def _one(size: tuple[int, int]) -> int | list[int]:

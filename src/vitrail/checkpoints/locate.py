@@ -14,7 +14,7 @@ from vitrail.checkpoints.config_files import FolderInfo, read_folder_info
 from vitrail.checkpoints.files import SUFFIXES, read_json
 from vitrail.errors import CheckpointError
 
-_PREFERRED = ("model.safetensors", "pytorch_model.bin")
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """The weight files of transformers and timm; other files in the folder belong to training."""
 
 
@@ -36,7 +36,7 @@ def find(path: Path) -> Source:
         raise CheckpointError(f"{path} is a run folder; its best model is {path / 'best'}")
     if not files:
         raise CheckpointError(f"{path} has no weight file ({', '.join(SUFFIXES)})")
-    preferred = [file for name in _PREFERRED for file in files if file.name == name]
+    preferred = [file for name in WEIGHTS for file in files if file.name == name]
     # The same weights are often there twice, also in an older format.
     best = preferred[:1] or [file for file in files if file.suffix == ".safetensors"] or files
     if len(best) > 1:
@@ -55,7 +55,7 @@ def _shards(index: Path) -> tuple[Path, ...]:
     return files
 
 
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+# ── hub ──
 
 
 class HubName(NamedTuple):

@@ -18,6 +18,9 @@ Dtype = Literal["float32", "bf16", "fp16", "float64", "keep"]
 _DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "float64": torch.float64}
 
 
+# ── dtypes ──
+
+
 def check_dtype(name: str) -> None:
     """Raise on an unknown dtype."""
     if name not in get_args(Dtype):
@@ -54,6 +57,8 @@ def dtype_names(weights: Weights) -> str:
     kinds = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
     return " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
 
+
+# ── strict loading ──
 
 SHOWN = 8
 """How many names of each kind an error lists."""

@@ -13,6 +13,8 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError
 from vitrail.models.config import ViTConfig
 
+# ── names ──
+
 _HEADS = {
     2: "test_vit test_vit2",
     3: """
@@ -105,6 +107,8 @@ def fields_from_name(name: str) -> dict[str, Any]:
     return fields
 
 
+# ── writing ──
+
 ARCHITECTURE = "vit_base_patch16_224"
 """Any registered plain ViT works, because `model_args` overrides everything that differs."""
 
@@ -196,6 +200,8 @@ def _ratio(hidden: int, width: int) -> float:
     ratio = hidden / width
     return ratio if int(width * ratio) == hidden else (hidden + 0.5) / width
 
+
+# ── reading ──
 
 ACTIVATIONS = {
     "gelu": "gelu",

@@ -9,14 +9,13 @@ import typer
 
 from vitrail.text import printable
 
+Item = TypeVar("Item")
+
 
 def echo(text: str = "", *, err: bool = False, bold: bool = False) -> None:
     """Print text on stdout or stderr, with control characters escaped."""
     safe = printable(text)
     typer.echo(typer.style(safe, bold=True) if bold else safe, err=err)
-
-
-Item = TypeVar("Item")
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[str] = ()) -> None:

@@ -19,6 +19,8 @@ from PIL import Image, features
 from vitrail.data.sources.source import Pixels
 from vitrail.errors import DataError
 
+# ── type ──
+
 HEAD = 64
 """Number of bytes needed to detect a file's type."""
 ENDINGS = {
@@ -86,6 +88,8 @@ def why_not_read(kind: str) -> str | None:
     return None
 
 
+# ── limits ──
+
 PIXEL_LIMIT = 178_956_970
 """Most pixels of an image: 0.5 GB as RGB. A small file can declare any size, so this is checked first."""
 JPEG_SCANS = 100
@@ -141,13 +145,15 @@ class Outline(NamedTuple):
 
 
 def check_count(count: int, most: int, kind: str, what: str, limit: int | None = None) -> None:
-    """Raise if `found` exceeds `most`, which is what remains of the `limit` in the message."""
+    """Raise if `count` exceeds `most`, which is what remains of the `limit` in the message."""
     if count > most:
         raise DataError(
             f"a {kind} with more than {most if limit is None else limit:,} {what} would take very long to decode; "
             f"save it again with another program, or in another format"
         )
 
+
+# ── orientation ──
 
 _ORIENTATION = 0x0112
 _TURNS = {
@@ -182,29 +188,6 @@ def turn_of_jpeg(content: bytes) -> Image.Transpose | None:
         return None
 
 
-def _tags(content: bytes) -> Image.Exif:
-    tags = Image.Exif()
-    if content:
-        tags.load(content)
-    return tags
-
-
-def _has_tags(content: bytes) -> bool:
-    """Return whether a JPEG has EXIF tags: much cheaper than reading them, and few files have any."""
-    place = 2
-    while place + 8 < len(content) and content[place] == 0xFF:
-        marker = content[place + 1]
-        if marker == 0xFF:  # segments may be padded
-            place += 1
-            continue
-        if marker == 0xDA:  # start of the image data
-            return False
-        if marker == 0xE1 and content[place + 4 : place + 8] in (b"Exif", b"http"):
-            return True
-        place += 2 + int.from_bytes(content[place + 2 : place + 4], "big")
-    return False
-
-
 def seen_size(height: int, width: int, turn: Image.Transpose | None) -> tuple[int, int]:
     """Return the size of an image after transposing it."""
     return (width, height) if turn is not None and _swaps(turn) else (height, width)
@@ -227,6 +210,29 @@ def turned(array: Pixels, turn: Image.Transpose) -> Pixels:
             return array.swapaxes(0, 1)[::-1]
         case _:
             return array.swapaxes(0, 1)[:, ::-1]
+
+
+def _tags(content: bytes) -> Image.Exif:
+    tags = Image.Exif()
+    if content:
+        tags.load(content)
+    return tags
+
+
+def _has_tags(content: bytes) -> bool:
+    """Return whether a JPEG has EXIF tags: much cheaper than reading them, and few files have any."""
+    place = 2
+    while place + 8 < len(content) and content[place] == 0xFF:
+        marker = content[place + 1]
+        if marker == 0xFF:  # segments may be padded
+            place += 1
+            continue
+        if marker == 0xDA:  # start of the image data
+            return False
+        if marker == 0xE1 and content[place + 4 : place + 8] in (b"Exif", b"http"):
+            return True
+        place += 2 + int.from_bytes(content[place + 2 : place + 4], "big")
+    return False
 
 
 def _swaps(turn: Image.Transpose) -> bool:

@@ -36,12 +36,12 @@ _AFTER_SCAN = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]", re.DOTALL)
 _ALONE = frozenset((0x01, *range(0xD0, 0xDA)))
 """Markers without a length: restarts, start and end of the image."""
 _FIRST_SEGMENT = 0xC0
-"""Markers below have no meaning, and no length: libjpeg looks for the next one from there."""
+"""Lower markers have no meaning and no length; after one, libjpeg looks for the next marker."""
 _FRAME_HEADERS = frozenset((*range(0xC0, 0xD0),)) - {0xC4, 0xC8, 0xCC}
 _SEQUENTIAL = (0xC0, 0xC1)
 _BMP_RUNS, _BMP_HEADER = (1, 2), 65_536
 _J2K_MARKERS = frozenset(bytes.fromhex("50515253555758595c5d5e5f6061636474757778909193d9"))
-"""Those that OpenJPEG knows. After others it looks for one of these, whatever length they claim."""
+"""The markers that OpenJPEG knows. After any other it looks for one of these, whatever length it claims."""
 
 
 def outline(content: bytes) -> Outline | None:
@@ -95,8 +95,8 @@ def _jpeg(content: bytes) -> Outline | None:
 
 
 def _jpeg_scans(content: bytes, start: int, segments: int) -> int:
-    # In coded pixels a scan's first two bytes cannot stand, so few of them are proof; what a phone appends to an image
-    # (a video, a gain map) may have more.
+    # The first two bytes of a scan never occur in coded pixels, so if they are rare, there are few scans. What a phone
+    # appends to an image (a video, a gain map) may contain more of them.
     most = content.count(b"\xff\xda", start)
     if most <= JPEG_WORK // PIXEL_LIMIT:
         return most
@@ -110,7 +110,7 @@ def _jpeg_scans(content: bytes, start: int, segments: int) -> int:
         check_count(scans, JPEG_SCANS, "JPEG", "scans")
         check_count(segments, JPEG_SEGMENTS, "JPEG", "segments")
         if marker >= _FIRST_SEGMENT and marker not in _ALONE:
-            if place + 2 > len(content):  # cut off here; the scans before are there all the same
+            if place + 2 > len(content):  # truncated here; the scans before are intact
                 break
             place += struct.unpack_from(">H", content, place)[0]
     return scans

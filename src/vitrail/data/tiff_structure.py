@@ -28,11 +28,11 @@ _JPEG_IN_TIFF = (6, 7)
 _PLANAR_SEPARATE = 2
 """Each channel has tiles of its own."""
 MOST_PLANES = 4
-"""A tile has all channels of its pixels, or as many tiles as channels one each: that is the same work."""
+"""A tile has all channels of its pixels, or each channel has its own tile: the work is the same."""
 BY_CHANCE = 2**15
-"""In so many bytes of noise, half of the times, there are two that look like the start of a scan."""
+"""In this many random bytes, two look like the start of a scan half of the time."""
 _NUMBERS = {1: "B", 3: "H", 4: "I", 6: "b", 8: "h", 9: "i", 13: "I", 16: "Q", 17: "q", 18: "Q"}
-"""Every kind of whole number that libtiff takes for a size."""
+"""The integer types that libtiff accepts for a size."""
 
 
 class _Array(NamedTuple):
@@ -77,7 +77,7 @@ def tiff_outline(content: bytes) -> Outline | None:
         check_count(len(seen), TIFF_PAGES, "TIFF", "pages")
         try:
             pages.append(_page(content, place, order, TIFF_TAGS - tags, big=big))
-        except struct.error:  # it ends too soon; the pages before are there all the same
+        except struct.error:  # truncated; the pages before this one are intact
             break
         tags, place = tags + pages[-1].tags, pages[-1].after
     _check_scans(content, pages)
@@ -99,10 +99,10 @@ def _page(content: bytes, place: int, order: str, most_tags: int, *, big: bool) 
             if values * struct.calcsize(order + number) > (8 if big else 4):  # too long to be stored inline
                 (value,) = struct.unpack_from(f"{order}Q" if big else f"{order}I", content, value)
             arrays.setdefault(tag, _Array(order, number, values, value))
-        elif kind in _NUMBERS and values == 1:  # of a tag that is there twice, libtiff takes the first
+        elif kind in _NUMBERS and values == 1:  # of a duplicate tag, libtiff takes the first
             tags.setdefault(tag, struct.unpack_from(order + _NUMBERS[kind], content, value)[0])
     next_place, next_format = place + count * size, f"{order}Q" if big else f"{order}I"
-    ends_here = next_place + struct.calcsize(next_format) > len(content)  # decoders put up with that
+    ends_here = next_place + struct.calcsize(next_format) > len(content)  # decoders tolerate that
     after = 0 if ends_here else struct.unpack_from(next_format, content, next_place)[0]
     tiles = max((arrays[tag].length for tag in _PLACES if tag in arrays), default=1)
     outline = Outline(tags.get(_WIDTH, 0), tags.get(_HEIGHT, 0))
@@ -142,7 +142,7 @@ def _check_scans(content: bytes, pages: Sequence[_Page]) -> None:
 
 
 def _check_work(content: bytes, page: _Page, scans: int) -> None:
-    """Count the scans that belong to a page; where its tiles share some of their bytes, each may have all of them."""
+    """Count the scans of a page; if its tiles share some of their bytes, each may have all of the scans."""
     spans = _spans(content, page)
     if spans:
         counts = {span: min(content.count(b"\xff\xda", span[0], sum(span)), TIFF_SCANS) for span in spans}
@@ -153,7 +153,7 @@ def _check_work(content: bytes, page: _Page, scans: int) -> None:
 
 
 def _spans(content: bytes, page: _Page) -> Counter[tuple[int, int]]:
-    """Return where the bytes of tiles begin and how many there are, and for how many tiles; nothing if in doubt."""
+    """Count the tiles by offset and length of their bytes; empty if these are missing, guessed or overlapping."""
     try:
         places, sizes = (
             [page.arrays[tag].read(content, page.used) for tag in tags if tag in page.arrays]
@@ -163,7 +163,7 @@ def _spans(content: bytes, page: _Page) -> Counter[tuple[int, int]]:
         return Counter()
     if (len(places), len(sizes)) != (1, 1):
         return Counter()
-    spans = Counter(zip(places[0], sizes[0], strict=False))  # tiles of one colour may be the same bytes
+    spans = Counter(zip(places[0], sizes[0], strict=False))  # tiles of one colour may share their bytes
     apart = all(start + size <= after for (start, size), (after, _) in itertools.pairwise(sorted(spans)))
-    guessed = any(start and not size for start, size in spans)  # by libtiff, where no size is given
+    guessed = any(start and not size for start, size in spans)  # by libtiff, if the size is missing
     return spans if apart and not guessed else Counter()

@@ -22,8 +22,12 @@ from vitrail.models.vit import ViT
 
 Query = str | tuple[int, int]
 """class, distillation, register:N, mean, pool, or a patch as "row,column" or a pair of ints."""
+Fuse = Literal["mean", "max", "min"]
 POOL = "pool"
 _PATCH = re.compile(r"\(?\s*(-?\d{1,7})\s*,\s*(-?\d{1,7})\s*\)?")
+
+
+# ── queries ──
 
 
 def default_query(config: ViTConfig) -> str:
@@ -112,6 +116,9 @@ def _possible(config: ViTConfig) -> str:
     return "choose " + ", ".join(words[:-1]) + f" or {words[-1]}"
 
 
+# ── attention of a layer ──
+
+
 @torch.no_grad()
 def attention_rows(model: ViT, pixels: Tensor, layer: int) -> Tensor:
     """Return a layer's attention weights (B, heads, T, T); row i is the attention of token i, and sums to 1."""
@@ -168,14 +175,6 @@ def maps_of_layers(model: ViT, pixels: Tensor, query: Query | None = None) -> li
     return maps
 
 
-def _layer_query(model: ViT, query: Query | None) -> Tensor:
-    """Return the query as a row (T,) for use within a layer, where the pool's query does not exist."""
-    if query == POOL and model.config.pool == "map":
-        raise InputError("the pool's query comes after all layers; omit the layer, or choose another token")
-    chosen = query if query is not None else default_query(model.config)
-    return read_query("mean" if chosen == POOL and query is None else chosen, model.config)
-
-
 def choose_head(maps: Tensor, head: int | None) -> Tensor:
     """Return one head of (B, heads, …), or the mean of all."""
     if head is None:
@@ -188,7 +187,15 @@ def read_head(head: int, heads: int) -> int:
     return read_number(head, heads, "head")
 
 
-Fuse = Literal["mean", "max", "min"]
+def _layer_query(model: ViT, query: Query | None) -> Tensor:
+    """Return the query as a row (T,) for use within a layer, where the pool's query does not exist."""
+    if query == POOL and model.config.pool == "map":
+        raise InputError("the pool's query comes after all layers; omit the layer, or choose another token")
+    chosen = query if query is not None else default_query(model.config)
+    return read_query("mean" if chosen == POOL and query is None else chosen, model.config)
+
+
+# ── rollout ──
 
 
 def rollout(model: ViT, pixels: Tensor, *, fuse: Fuse = "mean", discard: float = 0.0) -> Tensor:

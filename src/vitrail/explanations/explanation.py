@@ -18,8 +18,12 @@ from vitrail.errors import ConfigError
 from vitrail.explanations.request import ExplanationRequest, Method
 from vitrail.text import percent
 
+Floats = NDArray[np.floating[Any]]
 IMAGES = (".png", ".jpg", ".jpeg", ".webp")
 OPACITY = 0.6
+
+
+# ── explanation ──
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -84,26 +88,7 @@ class Explanation:
         return save_image(captioned(self.side_by_side(), self.caption), target, notes=self.notes, overwrite=overwrite)
 
 
-def save_image(image: Image.Image, target: Path, *, overwrite: bool, notes: Mapping[str, str] | None = None) -> Path:
-    """Write an image atomically; a PNG also stores `notes`."""
-    options: dict[str, Any] = {}
-    if notes and target.suffix.lower() == ".png":
-        options["pnginfo"] = PngInfo()
-        for key, value in notes.items():
-            options["pnginfo"].add_itxt(f"vitrail:{key}", value)
-    with atomic_file(target, overwrite=overwrite) as temporary:
-        image.save(temporary, **options)
-    return target
-
-
-def save_array(array: NDArray[np.float32], target: Path, *, overwrite: bool) -> Path:
-    """Write a .npy file atomically."""
-    with atomic_file(target, overwrite=overwrite) as temporary, temporary.open("wb") as file:
-        np.save(file, array)
-    return target
-
-
-Floats = NDArray[np.floating[Any]]
+# ── rendering ──
 
 HEAT = ((26, 22, 66), (82, 31, 122), (152, 42, 121), (214, 71, 92), (246, 124, 62), (252, 184, 66), (253, 244, 170))
 """From low to high; lightness increases, so that it also works in greyscale."""
@@ -212,6 +197,8 @@ def _resized(numbers: Floats, size: tuple[int, int]) -> Floats:
     return larger.clip(0, 1)
 
 
+# ── files ──
+
 LONGEST = 120
 """Bytes of an image's name to keep; file systems allow 255 in total."""
 LONGEST_OPTION = 40
@@ -276,3 +263,22 @@ def safe_name(name: bytes) -> str:
     kept = _UNSAFE.sub("_", stem if dot and suffix.lower() in SUFFIXES else last).lstrip(".")
     kept = kept.encode("utf-8", "ignore")[:LONGEST].decode("utf-8", "ignore")
     return f"_{kept}" if _RESERVED.fullmatch(kept) else kept or "image"
+
+
+def save_image(image: Image.Image, target: Path, *, overwrite: bool, notes: Mapping[str, str] | None = None) -> Path:
+    """Write an image atomically; a PNG also stores `notes`."""
+    options: dict[str, Any] = {}
+    if notes and target.suffix.lower() == ".png":
+        options["pnginfo"] = PngInfo()
+        for key, value in notes.items():
+            options["pnginfo"].add_itxt(f"vitrail:{key}", value)
+    with atomic_file(target, overwrite=overwrite) as temporary:
+        image.save(temporary, **options)
+    return target
+
+
+def save_array(array: NDArray[np.float32], target: Path, *, overwrite: bool) -> Path:
+    """Write a .npy file atomically."""
+    with atomic_file(target, overwrite=overwrite) as temporary, temporary.open("wb") as file:
+        np.save(file, array)
+    return target

@@ -26,6 +26,9 @@ from vitrail.models.vit import ViT
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
+# ── Grad-CAM ──
+
+
 def gradcam_maps(
     model: ViT, pixels: Tensor, target: int | Tensor, layer: int | None = None, query: Query | None = None
 ) -> Tensor:
@@ -87,6 +90,9 @@ def _with_recorder(module: AnyModule, name: str) -> tuple[AnyModule, _Recorder]:
     twin = copy.copy(module)
     twin._modules = {**module._modules, name: recorder}
     return twin, recorder
+
+
+# ── relevance ──
 
 
 def relevance(model: ViT, pixels: Tensor, target: int | Tensor, query: Query | None = None) -> Tensor:
@@ -170,6 +176,9 @@ def _read_weights(config: ViTConfig, query: Query | None) -> Tensor:
         case _:
             row = pooled_tokens(config)
     return row
+
+
+# ── PCA ──
 
 
 @torch.no_grad()

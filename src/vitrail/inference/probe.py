@@ -28,6 +28,8 @@ from vitrail.text import printable_path
 
 Method = Literal["fewshot", "knn", "linear"]
 METHODS: tuple[Method, ...] = get_args(Method)
+SHOTS = (1, 5, 10, 25)
+NEIGHBOURS = (20,)
 
 
 class ProbeRow(NamedTuple):
@@ -97,10 +99,6 @@ class ProbeResult:
             "notes": list(self.notes),
             "bad": [image._asdict() for image in self.bad],
         }
-
-
-SHOTS = (1, 5, 10, 25)
-NEIGHBOURS = (20,)
 
 
 @dataclass(frozen=True)

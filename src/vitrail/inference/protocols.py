@@ -30,6 +30,8 @@ from torch.nn import functional as F
 
 from vitrail.errors import ConfigError
 
+# ── few-shot least squares ──
+
 L2 = 2.0**10
 BIAS = 100.0
 EPSILON = 1e-5
@@ -82,6 +84,8 @@ def _with_constant(x: Tensor) -> Tensor:
     return torch.cat([x, torch.full_like(x[:, :1], BIAS)], dim=1)
 
 
+# ── k-nearest neighbours ──
+
 TEMPERATURE = 0.07
 NEIGHBOURS_AT_ONCE = 2**24
 """Similarities held in memory at a time."""
@@ -120,6 +124,8 @@ def _nearest(similar: Tensor, k: int) -> Tensor:
     chosen = above | (equal & (equal.cumsum(dim=1) <= ties))
     return chosen.nonzero()[:, 1].view(len(similar), k)
 
+
+# ── linear probe ──
 
 DECAYS = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 """Tried in decreasing order, each warm-started from the previous solution."""

@@ -111,6 +111,8 @@ def _ratio(numerator: NDArray[np.int64], denominator: NDArray[np.int64]) -> NDAr
     return np.asarray(np.divide(numerator, denominator, out=ratios, where=denominator > 0))
 
 
+# ── calibration ──
+
 BINS = 15
 """The usual number of bins (Guo et al., arXiv 1706.04599)."""
 

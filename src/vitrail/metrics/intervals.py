@@ -198,6 +198,9 @@ def _check(images: int, level: float) -> None:
         raise InputError(f"the level of an interval is {level}; it must be between 0 and 1, such as 0.95")
 
 
+# ── paired comparison ──
+
+
 class Paired(NamedTuple):
     """The comparison of two classifiers on the same images."""
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from vitrail.models.config import ViTConfig
 from vitrail.models.position import TokenPositions, add_table, gather_tokens, read_table, relative_term, rotate
 
+# ── attention ──
+
 
 class Attention(nn.Module):
     """Self-attention with torch's fused kernel; `traced` computes the same and also returns the weights."""
@@ -72,6 +74,9 @@ class Attention(nn.Module):
         return cast("Tensor", self.proj_drop(x))
 
 
+# ── MLP ──
+
+
 def gelu_tanh(x: Tensor) -> Tensor:
     """The tanh approximation of GELU, which JAX computes by default."""
     return F.gelu(x, approximate="tanh")
@@ -113,6 +118,9 @@ class Mlp(nn.Module):
             gate, x = x.chunk(2, dim=-1)
             return F.silu(gate) * x
         return self.activation(x)
+
+
+# ── block ──
 
 
 class LayerScale(nn.Module):
@@ -191,6 +199,9 @@ class Block(nn.Module):
 
     def _mlp_branch(self, y: Tensor) -> Tensor:
         return cast("Tensor", self.drop_path(self.ls2(self.mlp(y))))
+
+
+# ── pooling ──
 
 
 class AttentionPool(nn.Module):

@@ -77,6 +77,15 @@ def stages(model: ViT, image: Tensor) -> list[Stage]:
     return [Stage(name, tuple(tensor.shape), meaning) for name, tensor, meaning in named]
 
 
+def sample_image(channels: int, size: tuple[int, int]) -> Tensor:
+    """Draw a bright disc on a gradient: (1, channels, height, width) in ±1, different in every channel."""
+    y, x = torch.meshgrid(torch.linspace(-1, 1, size[0]), torch.linspace(-1, 1, size[1]), indexing="ij")
+    disc = (((x - 0.25) ** 2 + (y + 0.2) ** 2) < 0.3).float()
+    turns = torch.linspace(0, 3, channels + 1)[:channels, None, None]
+    slope = 0.5 * (x * torch.cos(turns) + y * torch.sin(turns))
+    return (slope * (1 - disc) + disc * torch.cos(2 * turns + x)).clamp(-1, 1)[None]
+
+
 def _through_the_stem(model: ViT, image: Tensor) -> list[Named]:
     """Return the tensors that this stem computes; a convolution, for example, never makes flattened patches."""
     stem, config = model.patch_embed, model.config
@@ -137,17 +146,11 @@ def _hooked(stem: nn.Module, config: ViTConfig) -> list[tuple[str, str, nn.Modul
             return [("feature map", meaning, stem.proj, "out")]  # type: ignore[list-item]
 
 
-def sample_image(channels: int, size: tuple[int, int]) -> Tensor:
-    """Draw a bright disc on a gradient: (1, channels, height, width) in ±1, different in every channel."""
-    y, x = torch.meshgrid(torch.linspace(-1, 1, size[0]), torch.linspace(-1, 1, size[1]), indexing="ij")
-    disc = (((x - 0.25) ** 2 + (y + 0.2) ** 2) < 0.3).float()
-    turns = torch.linspace(0, 3, channels + 1)[:channels, None, None]
-    slope = 0.5 * (x * torch.cos(turns) + y * torch.sin(turns))
-    return (slope * (1 - disc) + disc * torch.cos(2 * turns + x)).clamp(-1, 1)[None]
-
-
 def _channels(count: int) -> str:
     return "1 channel" if count == 1 else f"{count} channels"
+
+
+# ── cost ──
 
 
 class Cost(NamedTuple):

@@ -2,11 +2,11 @@
 
 Axes: B batch, C channels, H W image, h w patch, N patches (row by row).
 
-The ResNet is the "BiT" one in the form the paper's hybrids use: weight-standardised convolutions, GroupNorm, TF's SAME
-padding, the stride on the 3×3 convolution. Names follow timm.
-
 In every stem `proj.weight` has the shape of a convolution kernel, (D, C, h, w), so that `linear`, `conv` and (except
 for its norms) `linear_norm` share weights.
+
+The ResNet is the "BiT" one in the form the paper's hybrids use: weight-standardised convolutions, GroupNorm, TF's SAME
+padding, the stride on the 3×3 convolution. Names follow timm.
 """
 
 from collections.abc import Callable
@@ -22,6 +22,9 @@ from vitrail.models.position import resample_kernel
 
 Order = Literal["chw", "hwc"]
 """The layout of a flattened patch: channels first (as in a convolution kernel) or channels last."""
+
+
+# ── patches ──
 
 
 def patchify(x: Tensor, patch: tuple[int, int], order: Order = "chw") -> Tensor:
@@ -43,6 +46,9 @@ def unpatchify(
     else:
         x = patches.reshape(B, rows, columns, h, w, channels).permute(0, 5, 1, 3, 2, 4)
     return x.reshape(B, channels, rows * h, columns * w)
+
+
+# ── ResNet ──
 
 
 def pad_same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
@@ -140,6 +146,9 @@ class ResNetBackbone(nn.Module):
         for stage in self.stages:
             x = stage(x)
         return x
+
+
+# ── stems ──
 
 
 class ConvProjection(nn.Module):

@@ -40,6 +40,12 @@ PAIRS = 12
 NUMBER = Column("No.", number=True, hint="class number in the confusion matrix")
 SMALL = 12
 """Up to this many classes, the matrix fits in half the page width."""
+SHOWN = 12
+HIGH = 0.8
+"""Predictions with at least this confidence count as confident."""
+
+
+# ── classes ──
 
 
 def classes(run: Record) -> Section:
@@ -126,6 +132,9 @@ def _most_confused_with(result: RunResult, matrix: NDArray[np.int64], place: int
     return f'{name(result.classes[other])} <span class="quiet">×{others[other]:,}</span>'
 
 
+# ── confusion matrix ──
+
+
 def confusion(run: Record) -> Section:
     """Return the confusion matrix and the most frequent confusions."""
     title = "Confusion matrix"
@@ -176,6 +185,9 @@ def _pairs(result: RunResult, matrix: NDArray[np.int64]) -> str:
     return table(columns, rows, caption="Most frequent confusions")
 
 
+# ── calibration ──
+
+
 def calibration(run: Record) -> Section:
     """Return the reliability diagram with a summary."""
     title = "Calibration"
@@ -204,9 +216,8 @@ def calibration(run: Record) -> Section:
     return Section("calibration", "Calibration", title, body)
 
 
-SHOWN = 12
-HIGH = 0.8
-"""Predictions with at least this confidence count as confident."""
+# ── mistakes ──
+
 WHAT = (
     "Look for wrong labels here, too. Each image is shown as stored; below it are the model's input and the relevance "
     "map of the prediction (attention times gradient): bright regions contributed most."
@@ -250,29 +261,6 @@ def mistakes(artifacts: RunArtifacts) -> Section:
     return Section("mistakes", "Mistakes", title, _notes(artifacts, missing) + body)
 
 
-def _notes(artifacts: RunArtifacts, missing: set[str]) -> str:
-    if artifacts.source is None:
-        return absent(artifacts.why_no_images)
-    if artifacts.bundle is None:
-        return absent(artifacts.why_no_bundle)
-    return absent(f"Some images or maps are missing: {'; '.join(sorted(missing)[:3])}.") if missing else ""
-
-
-def _cards(artifacts: RunArtifacts, mistakes: list[Mistake], missing: set[str]) -> str:
-    """Return mistakes as cards; reasons for missing images are added to `missing`."""
-    cards = []
-    for mistake in mistakes:
-        try:
-            views = load_views(artifacts, mistake.index, mistake.name, mistake.true, mistake.predicted)
-        except (VitrailError, OSError) as error:
-            views = None
-            missing.add(str(error))
-        if views is not None and views.relevance is None:
-            missing.add("relevance maps are not available for this model")
-        cards.append(_card(mistake, views))
-    return f'<ul class="mistakes">{"".join(cards)}</ul>'
-
-
 def load_views(artifacts: RunArtifacts, index: int, image_name: str, true: str, predicted: str) -> ImageViews | None:
     """Return an image and the relevance map of a prediction; None without a model or data."""
     from vitrail.data.inputs import fitted
@@ -300,6 +288,29 @@ def pair(views: ImageViews | None, image_name: str, predicted: str) -> str:
     first = embedded_image(views.image, f"{image_name}, model input")
     second = "" if views.relevance is None else embedded_image(views.relevance, f"relevance for {predicted}")
     return f'{original}<div class="two">{first}{second}</div>'
+
+
+def _notes(artifacts: RunArtifacts, missing: set[str]) -> str:
+    if artifacts.source is None:
+        return absent(artifacts.why_no_images)
+    if artifacts.bundle is None:
+        return absent(artifacts.why_no_bundle)
+    return absent(f"Some images or maps are missing: {'; '.join(sorted(missing)[:3])}.") if missing else ""
+
+
+def _cards(artifacts: RunArtifacts, mistakes: list[Mistake], missing: set[str]) -> str:
+    """Return mistakes as cards; reasons for missing images are added to `missing`."""
+    cards = []
+    for mistake in mistakes:
+        try:
+            views = load_views(artifacts, mistake.index, mistake.name, mistake.true, mistake.predicted)
+        except (VitrailError, OSError) as error:
+            views = None
+            missing.add(str(error))
+        if views is not None and views.relevance is None:
+            missing.add("relevance maps are not available for this model")
+        cards.append(_card(mistake, views))
+    return f'<ul class="mistakes">{"".join(cards)}</ul>'
 
 
 def _card(mistake: Mistake, views: ImageViews | None) -> str:

@@ -18,6 +18,7 @@ from vitrail.text import byte_size, duration, plural
 from vitrail.training.run_folder import METRICS, RECIPE, SPLIT, TEST_PREDICTIONS
 from vitrail.training.sessions import read_sessions
 
+TITLE = "Model"
 STEMS = {
     "conv": "patch convolution (stride equal to the kernel)",
     "linear": "patches, flattened and projected",
@@ -31,7 +32,9 @@ POOLS = {
     "map": "attention pooling",
     "none": "every token separately",
 }
-TITLE = "Model"
+
+
+# ── model ──
 
 
 def model_summary(artifacts: RunArtifacts) -> Section:
@@ -115,6 +118,8 @@ def _effort(run: Record, done: int) -> dict[str, str]:
 def _numbers(values: tuple[float, ...]) -> str:
     return ", ".join(f"{value:g}" for value in values)
 
+
+# ── reproduction ──
 
 PACKAGES = ("torch", "numpy", "pillow", "simplejpeg", "safetensors")
 FILES = {

@@ -15,8 +15,15 @@ from vitrail.text import ended, percent
 if TYPE_CHECKING:
     from PIL import Image
 
-
 Interval = tuple[float, float]
+GENERATOR = "vitrail report"
+"""Marks a file as a report, which may be overwritten."""
+QUALITY = 88
+WIDTH = 440
+"""Chart width: half the page width, and small enough to be legible on a phone."""
+
+
+# ── numbers ──
 
 
 def span(interval: Interval) -> str:
@@ -35,11 +42,7 @@ def points(difference: float) -> str:
     return f"{rounded:+.1f}".replace("-", "\N{MINUS SIGN}") if rounded else "0.0"
 
 
-GENERATOR = "vitrail report"
-"""Marks a file as a report, which may be overwritten."""
-QUALITY = 88
-WIDTH = 440
-"""Chart width: half the page width, and small enough to be legible on a phone."""
+# ── page ──
 
 
 class Section(NamedTuple):

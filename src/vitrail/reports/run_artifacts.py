@@ -1,4 +1,4 @@
-"""What a run left for its report: the best model, the test images and the predictions, alone or paired with a run."""
+"""What a run left for its report: the best model, the test images, and the predictions, also next to another run's."""
 
 import os
 from dataclasses import dataclass
@@ -26,9 +26,14 @@ from vitrail.training.run_folder import TEST_PREDICTIONS
 if TYPE_CHECKING:
     from vitrail.data.inputs import Item
 
-
 SIDE, LARGE = 208, 480
 """Longer side of small and of large images on the page, in pixels."""
+COLUMNS = ["index", "name", "true", "predicted", "confidence", "correct", "digest"]
+SHOWN = 6
+"""Images to show per run."""
+
+
+# ── model and images ──
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +123,7 @@ def _held_out(run: Record) -> Source:
     return source
 
 
-COLUMNS = ["index", "name", "true", "predicted", "confidence", "correct", "digest"]
+# ── predictions ──
 
 
 class RunPredictions(NamedTuple):
@@ -220,8 +225,7 @@ def _read(run: Record) -> tuple[RunPredictions | None, str]:
     )
 
 
-SHOWN = 6
-"""Images to show per run."""
+# ── disagreements ──
 
 
 def disagreements(run: Record, both: PairedPredictions) -> str:

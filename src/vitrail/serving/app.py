@@ -119,6 +119,9 @@ async def _wait_for_disconnect(request: Request) -> None:
         pass
 
 
+# ── service ──
+
+
 class Service:
     """The HTTP service. The constructor opens the bundles; `start` makes it ready."""
 

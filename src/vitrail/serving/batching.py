@@ -17,6 +17,15 @@ from vitrail.data.sources.source import Pixels
 from vitrail.serving.http_errors import HttpError
 from vitrail.serving.lifecycle import Counters
 
+SINGLE_RESERVE = 4
+"""1/4 of the slots is reserved for single-image requests."""
+ALONE_FRACTION = 4
+"""1/4 as many slots for images that run alone."""
+BATCHES = 8
+"""Batches that may run before a waiting explanation gets its turn."""
+Compute = Callable[[Any, Sequence[Pixels]], Sequence[Any]]
+"""Takes an operation and images, returns one result per image; an exception is the error of that image only."""
+
 
 class Batchable(Protocol):
     """An operation; equal ones may share a batch."""
@@ -26,16 +35,6 @@ class Batchable(Protocol):
         """Whether images run one at a time."""
 
     def __hash__(self) -> int: ...
-
-
-SINGLE_RESERVE = 4
-"""1/4 of the slots is reserved for single-image requests."""
-ALONE_FRACTION = 4
-"""1/4 as many slots for images that run alone."""
-BATCHES = 8
-"""Batches that may run before a waiting explanation gets its turn."""
-Compute = Callable[[Any, Sequence[Pixels]], Sequence[Any]]
-"""Takes an operation and images, returns one result per image; an exception is the error of that image only."""
 
 
 def _closed(operation: Any, images: Sequence[Pixels]) -> Sequence[Any]:

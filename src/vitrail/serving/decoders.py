@@ -27,6 +27,14 @@ from vitrail.serving.http_errors import HttpError
 from vitrail.serving.settings import Settings
 
 Job = TypeVar("Job")
+START_TIME = 60.0
+"""Seconds a new process may take to import its modules; 0.1 s on an idle machine."""
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+"""Environment of the processes; otherwise NumPy starts a thread and takes 40 MB per core."""
+MAX_ERROR_BYTES = 65_536
+"""Maximum size of a decoder's error message."""
+LARGE = 16_000_000
+"""Pixels times scans from which an image is a large job: about a third of a second."""
 
 
 class FairQueue(Generic[Job]):
@@ -61,16 +69,6 @@ class FairQueue(Generic[Job]):
         if not requests:
             del self._clients[client]
         return job
-
-
-START_TIME = 60.0
-"""Seconds a new process may take to import its modules; 0.1 s on an idle machine."""
-ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-"""Environment of the processes; otherwise NumPy starts a thread and takes 40 MB per core."""
-MAX_ERROR_BYTES = 65_536
-"""Maximum size of a decoder's error message."""
-LARGE = 16_000_000
-"""Pixels times scans from which an image is a large job: about a third of a second."""
 
 
 class _DecoderFailed(Exception):  # noqa: N818 - not an error of ours

@@ -103,6 +103,8 @@ class _Interruptible:
             scope.reschedule(asyncio.get_running_loop().time())
 
 
+# ── metrics ──
+
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 

@@ -29,6 +29,33 @@ from vitrail.serving.settings import MEGABYTE, Settings
 LOCAL = ("localhost", "127.0.0.1", "::1")
 ANY = "*"
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:@/\s]+)(?::\d{1,5})?")
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+SECURITY_HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), microphone=(), geolocation=()",
+}
+PUBLIC = ("/", "/healthz", "/readyz", "/samples")
+PUBLIC_PREFIXES = ("/assets/", "/samples/")
+INFERENCE = ("/v1/predict", "/v1/embed", "/v1/explain")
+"""Inference routes: refused while starting or stopping, and finished before shutdown."""
+DRAIN_BYTES, DRAIN_SECONDS, STOPPING_DRAIN_SECONDS = 64 * MEGABYTE, 3.0, 0.3
+"""How much of a refused body is still read: a client cut off while sending never sees the response."""
+CHUNK = 256 * 1024
+"""Responses are sent in chunks of this many bytes, so that a client that stops reading is noticed."""
+_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_MESSAGES = {404: "not found", 405: "method not allowed"}
+_log = logging.getLogger("vitrail.serving")
+
+
+# ── hosts ──
 
 
 class Hosts:
@@ -76,30 +103,7 @@ def _is_address(name: str) -> bool:
     return True
 
 
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-SECURITY_HEADERS = {
-    "content-security-policy": POLICY,
-    "x-content-type-options": "nosniff",
-    "x-frame-options": "DENY",
-    "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin",
-    "cross-origin-resource-policy": "same-origin",
-    "permissions-policy": "camera=(), microphone=(), geolocation=()",
-}
-PUBLIC = ("/", "/healthz", "/readyz", "/samples")
-PUBLIC_PREFIXES = ("/assets/", "/samples/")
-INFERENCE = ("/v1/predict", "/v1/embed", "/v1/explain")
-"""Inference routes: refused while starting or stopping, and finished before shutdown."""
-DRAIN_BYTES, DRAIN_SECONDS, STOPPING_DRAIN_SECONDS = 64 * MEGABYTE, 3.0, 0.3
-"""How much of a refused body is still read: a client cut off while sending never sees the response."""
-CHUNK = 256 * 1024
-"""Responses are sent in chunks of this many bytes, so that a client that stops reading is noticed."""
-_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_MESSAGES = {404: "not found", 405: "method not allowed"}
-_log = logging.getLogger("vitrail.serving")
+# ── middleware ──
 
 
 def as_json(content: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

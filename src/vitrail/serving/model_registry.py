@@ -39,6 +39,9 @@ MAX_READY = 4
 """Feature requests a model stays prepared for; on a GPU each holds its own copy of the weights."""
 
 
+# ── one model ──
+
+
 class ServedModel:
     """One model of the service."""
 
@@ -112,29 +115,6 @@ class ServedModel:
                     raise result
 
 
-def _ready_for(model: ViT, precision: Precision) -> Callable[[FeatureRequest], ViT | FastModel]:
-    """Return a cached function that prepares the model for a feature request."""
-
-    @lru_cache(maxsize=MAX_READY)
-    def ready(request: FeatureRequest) -> ViT | FastModel:
-        return request.ready(model, precision)
-
-    if precision == "bf16" and runs_fast(model):
-        return lambda request: ready(request.cache_key(model.config))
-    return lambda _: ready(FeatureRequest())  # the model itself serves every request
-
-
-def _log_precision(model: str, why: str) -> None:
-    _log.info("precision", extra={"fields": {"model": model, "why": why}})
-
-
-@torch.no_grad()
-def _copy_weights(model: ViT) -> None:
-    """Copy memory-mapped weights: the file may be overwritten while the model is being served."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = tensor.data.clone()
-
-
 def describe(name: str, bundle: Bundle, device: torch.device) -> dict[str, Any]:
     """Describe a model for /v1/models."""
     config, layout = bundle.model.config, bundle.model.config.layout
@@ -166,6 +146,29 @@ def describe(name: str, bundle: Bundle, device: torch.device) -> dict[str, Any]:
     }
 
 
+def _ready_for(model: ViT, precision: Precision) -> Callable[[FeatureRequest], ViT | FastModel]:
+    """Return a cached function that prepares the model for a feature request."""
+
+    @lru_cache(maxsize=MAX_READY)
+    def ready(request: FeatureRequest) -> ViT | FastModel:
+        return request.ready(model, precision)
+
+    if precision == "bf16" and runs_fast(model):
+        return lambda request: ready(request.cache_key(model.config))
+    return lambda _: ready(FeatureRequest())  # the model itself serves every request
+
+
+def _log_precision(model: str, why: str) -> None:
+    _log.info("precision", extra={"fields": {"model": model, "why": why}})
+
+
+@torch.no_grad()
+def _copy_weights(model: ViT) -> None:
+    """Copy memory-mapped weights: the file may be overwritten while the model is being served."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
+
+
 def _special_tokens(config: ViTConfig) -> list[dict[str, Any]]:
     layout = config.layout
     tokens: list[dict[str, Any]] = []
@@ -187,6 +190,9 @@ def _unsupported_methods(config: ViTConfig) -> dict[str, str]:
         except VitrailError as error:
             reasons[method] = str(error)
     return reasons
+
+
+# ── all models ──
 
 
 class ModelRegistry:

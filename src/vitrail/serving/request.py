@@ -27,6 +27,10 @@ EVERY_TOKEN = "all"
 MAX_NUMBER = 1_000_000
 """Largest integer a request may contain."""
 MAX_TEXT = 200
+MAX_OPTIONS, MAX_OPTION_NAME = 50, 100
+
+
+# ── options ──
 
 
 def _or_none(value: Any) -> Any:
@@ -117,6 +121,18 @@ class ExplainOptions(_Options):
 
 
 Options = PredictOptions | EmbedOptions | ExplainOptions
+Kind = TypeVar("Kind", PredictOptions, EmbedOptions, ExplainOptions)
+
+
+def read_options(kind: type[Kind], fields: dict[str, Any]) -> Kind:
+    """Validate the options of a request."""
+    # Suggestions for unknown names are slow to compute for many or long names.
+    if len(fields) > MAX_OPTIONS or any(len(name) > MAX_OPTION_NAME for name in fields):
+        raise HttpError(422, f"too many options ({len(fields)}) or a very long option name; see /openapi.json")
+    try:
+        return kind.model_validate(fields)
+    except ConfigError as error:
+        raise HttpError(422, str(error).replace(kind.__name__, "the request")[:500]) from None
 
 
 def _one_of(what: str, word: str, valid: tuple[Any, ...]) -> Any:
@@ -125,8 +141,8 @@ def _one_of(what: str, word: str, valid: tuple[Any, ...]) -> Any:
     return word
 
 
-Kind = TypeVar("Kind", PredictOptions, EmbedOptions, ExplainOptions)
-MAX_OPTIONS, MAX_OPTION_NAME = 50, 100
+# ── body ──
+
 MAX_JSON_VALUES = 1000
 """Maximum number of JSON values besides the images; a parsed value can take 100× the memory of its text."""
 BODY_FORMS = "an image as the body (image/*), multipart/form-data with fields 'image', or JSON with 'images'"
@@ -207,17 +223,6 @@ async def read_request(request: Request, upload: Upload, settings: Settings) -> 
             413, f"{len(parsed.images)} images in one request; at most {settings.images_limit} are accepted"
         )
     return parsed
-
-
-def read_options(kind: type[Kind], fields: dict[str, Any]) -> Kind:
-    """Validate the options of a request."""
-    # Suggestions for unknown names are slow to compute for many or long names.
-    if len(fields) > MAX_OPTIONS or any(len(name) > MAX_OPTION_NAME for name in fields):
-        raise HttpError(422, f"too many options ({len(fields)}) or a very long option name; see /openapi.json")
-    try:
-        return kind.model_validate(fields)
-    except ConfigError as error:
-        raise HttpError(422, str(error).replace(kind.__name__, "the request")[:500]) from None
 
 
 async def _read_body(request: Request, upload: Upload, most: int) -> bytes:

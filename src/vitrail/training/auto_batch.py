@@ -18,6 +18,13 @@ from vitrail.training.recipe import read_recipe
 from vitrail.training.run_folder import RECIPE
 
 ROOT = Path("/")
+HOPELESS = 3
+"""A run whose forecast exceeds the available memory by this factor is not started at all."""
+FILLED = 0.85
+"""Fraction of the memory that an automatic batch may fill; kernels, fragmentation and other programs need the rest."""
+
+
+# ── available memory ──
 
 
 class MemoryLimit(NamedTuple):
@@ -103,10 +110,7 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-HOPELESS = 3
-"""A run whose forecast exceeds the available memory by this factor is not started at all."""
-FILLED = 0.85
-"""Fraction of the memory that an automatic batch may fill; kernels, fragmentation and other programs need the rest."""
+# ── batch size ──
 
 
 def fit_batch_to_memory(job: Job, folder: Path, images: int, limit: MemoryLimit) -> TrainingPlan:
@@ -167,14 +171,6 @@ def within_memory(job: Job, folder: Path, note: Callable[[str], None]) -> Iterat
         raise ConfigError(f"{_out_of_memory(job, estimate, limit)}{saved}") from None
 
 
-def _out_of_memory(job: Job, estimate: Forecast, limit: MemoryLimit) -> str:
-    needs = f"about {byte_size(estimate.total)}" if estimate.total > limit.free else "more"
-    return (
-        f"out of memory: {limit.place} has {byte_size(limit.free)} for this run, and a batch of {job.plan.batch} needs "
-        f"{needs}; use {_remedies(job, estimate, limit)}"
-    )
-
-
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an error means that memory ran out, on a GPU or on the machine."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -196,6 +192,14 @@ def forecast_line(estimate: Forecast, limit: MemoryLimit) -> str:
     }
     listed = ", ".join(f"{name} {size / unit:.1f}" for name, size in components.items() if size >= 0.05 * unit)
     return f"memory: about {byte_size(estimate.total)} of {byte_size(limit.free)} ({listed})"
+
+
+def _out_of_memory(job: Job, estimate: Forecast, limit: MemoryLimit) -> str:
+    needs = f"about {byte_size(estimate.total)}" if estimate.total > limit.free else "more"
+    return (
+        f"out of memory: {limit.place} has {byte_size(limit.free)} for this run, and a batch of {job.plan.batch} needs "
+        f"{needs}; use {_remedies(job, estimate, limit)}"
+    )
 
 
 def _remedies(job: Job, estimate: Forecast, limit: MemoryLimit) -> str:

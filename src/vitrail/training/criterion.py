@@ -88,6 +88,8 @@ def shared_criterion(criteria: Iterable[Criterion]) -> Criterion:
     return distinct.pop() if len(distinct) == 1 else "balanced_accuracy"
 
 
+# ── best checkpoint ──
+
 BEST, ASIDE, STATES = "best", "corrupt-best", "state"
 BestStatus = Literal["intact", "recovered", "lost"]
 
@@ -197,14 +199,6 @@ def best_fault(place: Path, progress: Progress) -> str | None:
     return f"{place} is not what the run wrote: {CONFIG} has changed"
 
 
-def _is_newer(ours: dict[str, object], progress: Progress) -> bool:
-    """Whether the run was killed between writing best/ and its state; a resumed run writes the same best/ again."""
-    provenance = ours.get("provenance")
-    trained = provenance.get("trained") if isinstance(provenance, dict) else None
-    step = trained.get("step") if isinstance(trained, dict) else None
-    return not progress.finished and isinstance(step, int) and step > progress.step
-
-
 def move_aside(place: Path) -> Path | None:
     """Rename an unusable folder instead of deleting it: someone may have changed it on purpose; None if absent."""
     if not (place.exists() or place.is_symlink()):
@@ -215,3 +209,11 @@ def move_aside(place: Path) -> Path | None:
         return place.rename(aside)
     except OSError as error:
         raise CheckpointError(f"{place} could not be moved aside: {error.strerror or error}") from None
+
+
+def _is_newer(ours: dict[str, object], progress: Progress) -> bool:
+    """Whether the run was killed between writing best/ and its state; a resumed run writes the same best/ again."""
+    provenance = ours.get("provenance")
+    trained = provenance.get("trained") if isinstance(provenance, dict) else None
+    step = trained.get("step") if isinstance(trained, dict) else None
+    return not progress.finished and isinstance(step, int) and step > progress.step

@@ -30,6 +30,8 @@ TINY_SIDE, SMALL_SIDE = 16, 40
 FEW_PHOTOS = 2_000
 """With fewer photos, two blocks learn as much as four in three quarters of the time, at half the learning rate; on a
 CPU the time saved goes into more steps (benchmarks/LOG.md)."""
+FEW = 5_000
+"""With fewer photos than this, a Vision Transformer trained from scratch stays weak."""
 NARROW, SMALL_WIDTH = 128, 256
 """Models up to these widths (from scratch, pretrained) tolerate a higher learning rate."""
 MUON_LR_FACTOR = 2.5
@@ -129,6 +131,27 @@ def with_batch(plan: TrainingPlan, batch: int, images: int, reason: str) -> Trai
     recipe = plan.recipe.replace(batch=batch)
     defaults = [*plan.defaults, ResolvedDefault("batch", batch, reason)]
     return plan._replace(recipe=recipe, batch=batch, steps=_steps(recipe, images, batch), defaults=defaults)
+
+
+def steps_per_epoch_text(images: int, batch: int) -> str:
+    """Say how many steps an epoch takes."""
+    steps = max(1, round(images / batch))
+    return f"about {steps:,} {'step' if steps == 1 else 'steps'} per epoch of {images:,} images"
+
+
+def before_training(facts: DataFacts, *, fresh: bool) -> list[str]:
+    """Return warnings about training from scratch on few photos, with what to do instead; usually empty."""
+    if not fresh or facts.images >= FEW or facts.side <= SMALL_SIDE:
+        return []
+    repository = PRETRAINED.removeprefix("timm:")
+    return [
+        f"few photos: training from scratch on {facts.images:,} images. Expect much lower accuracy than with a "
+        "pretrained model: a Vision Transformer has no built-in knowledge of images and must learn edges, textures and "
+        "shapes from these images alone",
+        f"better: start from a pretrained model, --from {PRETRAINED} (on a CPU add --recipe linear-probe). Without a "
+        f"network: run hf download timm/{repository} --local-dir vit-small elsewhere, copy the folder here and use "
+        "--from vit-small",
+    ]
 
 
 def _steps(recipe: Recipe, images: int, batch: int) -> int:
@@ -252,12 +275,6 @@ def _batch(recipe: Recipe, facts: DataFacts, defaults: list[ResolvedDefault]) ->
     return batch
 
 
-def steps_per_epoch_text(images: int, batch: int) -> str:
-    """Say how many steps an epoch takes."""
-    steps = max(1, round(images / batch))
-    return f"about {steps:,} {'step' if steps == 1 else 'steps'} per epoch of {images:,} images"
-
-
 def _epochs(facts: DataFacts, pretrained: Bundle | None, defaults: list[ResolvedDefault]) -> float:
     if facts.device != "cpu":
         samples, most = (300_000, 50) if pretrained is not None else (6_000_000, 300)
@@ -325,22 +342,3 @@ def _mixing(facts: DataFacts, defaults: list[ResolvedDefault]) -> Mixing:
     defaults.append(ResolvedDefault("mixing", "mixup and CutMix", "reduces overfitting"))
     often = facts.side <= SMALL_SIDE and not facts.grey
     return Mixing(mixup=0.2, cutmix=1.0, chance=0.7 if often else 0.5)
-
-
-FEW = 5_000
-"""With fewer photos than this, a Vision Transformer trained from scratch stays weak."""
-
-
-def before_training(facts: DataFacts, *, fresh: bool) -> list[str]:
-    """Return warnings about training from scratch on few photos, with what to do instead; usually empty."""
-    if not fresh or facts.images >= FEW or facts.side <= SMALL_SIDE:
-        return []
-    repository = PRETRAINED.removeprefix("timm:")
-    return [
-        f"few photos: training from scratch on {facts.images:,} images. Expect much lower accuracy than with a "
-        "pretrained model: a Vision Transformer has no built-in knowledge of images and must learn edges, textures and "
-        "shapes from these images alone",
-        f"better: start from a pretrained model, --from {PRETRAINED} (on a CPU add --recipe linear-probe). Without a "
-        f"network: run hf download timm/{repository} --local-dir vit-small elsewhere, copy the folder here and use "
-        "--from vit-small",
-    ]

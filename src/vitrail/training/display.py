@@ -1,4 +1,4 @@
-"""Terminal rendering of a run: its throughput, a two-line status that fits any width, the resolved defaults."""
+"""Terminal rendering of a run: a two-line status that fits any width, the resolved defaults, its throughput."""
 
 import sys
 from collections import deque
@@ -21,6 +21,9 @@ GAP = "   "
 UNKNOWN = "…"
 """Placeholder for a number that is not known yet."""
 SHORTEST_BAR, LONGEST_BAR = 6, 60
+
+
+# ── status ──
 
 
 class Field(NamedTuple):
@@ -130,6 +133,15 @@ def _metrics_line(numbers: Sequence[Field], width: int) -> Text:
     return line
 
 
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+# ── resolved defaults ──
+
+
 def defaults_table(defaults: Iterable[ResolvedDefault]) -> Table:
     """Return the resolved defaults and their reasons as a table; only the reasons wrap."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
@@ -155,26 +167,7 @@ def format_value(value: Any) -> str:
     return "×".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def used_memory() -> int:
-    """Return the peak memory in bytes: of the GPU if one is used, else of this process."""
-    if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated()
-    try:
-        # Preferred over getrusage, whose peak includes the parent process's memory.
-        status = Path("/proc/self/status").read_text(encoding="utf-8")
-        return 1024 * int(status.partition("VmHWM:")[2].split(maxsplit=1)[0])
-    except (OSError, IndexError, ValueError):
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-
+# ── throughput and memory ──
 
 WINDOW = 60.0
 """Seconds of training to average over, if they hold enough steps."""
@@ -245,3 +238,18 @@ class Throughput:
     def total_waiting_fraction(self) -> float:
         """Fraction of all time since the first steps spent waiting for data."""
         return self.all_waited / self.all_seconds if self.all_seconds else 0.0
+
+
+def used_memory() -> int:
+    """Return the peak memory in bytes: of the GPU if one is used, else of this process."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    try:
+        # Preferred over getrusage, whose peak includes the parent process's memory.
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        return 1024 * int(status.partition("VmHWM:")[2].split(maxsplit=1)[0])
+    except (OSError, IndexError, ValueError):
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

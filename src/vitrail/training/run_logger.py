@@ -16,6 +16,8 @@ from vitrail.training.display import Throughput
 from vitrail.training.predictions import write_test_predictions
 from vitrail.training.run_folder import CURVES, EVENTS, TEST_PREDICTIONS, MetricsFile, best_row
 
+# ── TensorBoard events ──
+
 FLUSH_SECONDS = 10
 """Flush interval; TensorBoard itself reloads every 30 seconds."""
 TAGS = {
@@ -78,6 +80,8 @@ def _wait_for_next_second(folder: Path) -> None:
     if 0 < wait <= 1:  # do not wait for a clock that was set back
         time.sleep(wait)
 
+
+# ── all files of a run ──
 
 DRAW_INTERVAL = 60.0
 """Seconds between redraws of the curves; more if drawing takes more than a fiftieth of that."""

@@ -79,6 +79,8 @@ def _steps(folder: Path) -> int:
     return max((row["step"] for row in MetricsFile.read(folder) if isinstance(row.get("step"), int)), default=0)
 
 
+# ── stop signals ──
+
 ONE_REQUEST = 3.0
 """Seconds within which signals count as one: torchrun forwards signals that the terminal has already sent."""
 

@@ -24,6 +24,16 @@ from vitrail.training.optimizers import can_skip_step, clip_gradients, set_learn
 from vitrail.training.recipe import Recipe
 from vitrail.training.state import State
 
+TRUSTED_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""All of torch's kernels except cuDNN's, for which NaN gradients in bf16 are reported on Hopper GPUs with 64, 192, …
+tokens (pytorch issue 196678). Runs with 64 tokens diverged this way, and torch selects that kernel there by default; it
+is the likely cause, not a proven one. `FusedTraining` selects its own kernels."""
+REPEATABLE_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+"""Kernels with a deterministic backward pass."""
+
+
+# ── forward pass ──
+
 
 def forward_of(model: nn.Module, recipe: Recipe, precision: Precision, ranks: Ranks) -> nn.Module:
     """Return the module that maps images to logits in a step; its parameters are the model's own."""
@@ -68,12 +78,7 @@ def reset_compiled(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-TRUSTED_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""All of torch's kernels except cuDNN's, for which NaN gradients in bf16 are reported on Hopper GPUs with 64, 192, …
-tokens (pytorch issue 196678). Runs with 64 tokens diverged this way, and torch selects that kernel there by default; it
-is the likely cause, not a proven one. `FusedTraining` selects its own kernels."""
-REPEATABLE_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-"""Kernels with a deterministic backward pass."""
+# ── step ──
 
 
 class StepResult(NamedTuple):
@@ -209,43 +214,6 @@ class Stepper(NamedTuple):
         return loss, (logits.argmax(dim=-1) == targets.argmax(dim=-1)).sum()
 
 
-def _async_copy(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-    """Start copying numbers from a GPU; return the copy and an event that signals its completion."""
-    copy = numbers.to("cpu", non_blocking=True)  # into pinned memory
-    return copy, _record_event(numbers.device)
-
-
-def _record_event(device: torch.device) -> torch.cuda.Event:
-    """Record an event after everything queued on the GPU so far."""
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-@torch.no_grad()
-def first_not_finite(model: nn.Module, stepper: Stepper, batch: Batch) -> str:
-    """Return the name of the first module whose output is not finite for this batch, computed as in a step."""
-    names: list[str] = []
-
-    def watch(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
-        def look(_: nn.Module, __: object, output: object) -> None:
-            if isinstance(output, Tensor) and not output.isfinite().all() and not names:
-                names.append(name)
-
-        return module.register_forward_hook(look)
-
-    handles = [watch(name, module) for name, module in model.named_modules() if name]
-    try:
-        for index in range(stepper.recipe.gradient_accumulation):
-            pixels = stepper.pixels(batch.micro(index, stepper.recipe.gradient_accumulation).to(stepper.device))
-            with autocast(stepper.device, stepper.precision):
-                model(pixels)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return names[0] if names else "none; all outputs were finite, so this step's gradient was not"
-
-
 class PipelinedStep:
     """Holds a launched step until its metrics are read."""
 
@@ -275,3 +243,40 @@ class PipelinedStep:
         self.pending = self.batch = None
         self.restart()
         return max(took, 0.0)
+
+
+@torch.no_grad()
+def first_not_finite(model: nn.Module, stepper: Stepper, batch: Batch) -> str:
+    """Return the name of the first module whose output is not finite for this batch, computed as in a step."""
+    names: list[str] = []
+
+    def watch(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
+        def look(_: nn.Module, __: object, output: object) -> None:
+            if isinstance(output, Tensor) and not output.isfinite().all() and not names:
+                names.append(name)
+
+        return module.register_forward_hook(look)
+
+    handles = [watch(name, module) for name, module in model.named_modules() if name]
+    try:
+        for index in range(stepper.recipe.gradient_accumulation):
+            pixels = stepper.pixels(batch.micro(index, stepper.recipe.gradient_accumulation).to(stepper.device))
+            with autocast(stepper.device, stepper.precision):
+                model(pixels)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return names[0] if names else "none; all outputs were finite, so this step's gradient was not"
+
+
+def _async_copy(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    """Start copying numbers from a GPU; return the copy and an event that signals its completion."""
+    copy = numbers.to("cpu", non_blocking=True)  # into pinned memory
+    return copy, _record_event(numbers.device)
+
+
+def _record_event(device: torch.device) -> torch.cuda.Event:
+    """Record an event after everything queued on the GPU so far."""
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event

@@ -1,10 +1,10 @@
 """Attention on a CUDA device: the choice of torch's kernel, and a kernel of our own for training on short sequences.
 
-Kernels for long sequences use tiles of 128 or more tokens, and a multi-kernel backward pass. With 64 tokens most of
-a tile is empty, and with 197 two fifths. Here one Triton program handles one head of one image. It reads queries,
-keys and values in the layout of their matmul's output; the backward pass writes their gradients in the layout of the
-next matmul's input, and the bias gradients in the same kernel. For the backward pass it saves the log-sum-exp of each
-query. Elsewhere plain torch does the same. Axes: B images, T tokens, H heads of width D.
+torch's kernels use tiles of 128 or more tokens, and a multi-kernel backward pass. With 64 tokens most of a tile is
+empty, and with 197 two fifths. In ours, one Triton program handles one head of one image. It reads queries, keys and
+values in the layout of their matmul's output; the backward pass writes their gradients in the layout of the next
+matmul's input, and the bias gradients in the same kernel. For the backward pass it saves the log-sum-exp of each query.
+Elsewhere plain torch does the same. Axes: B images, T tokens, H heads of width D.
 """
 
 import contextlib
@@ -24,6 +24,15 @@ PREFERRED = [
 """The fastest first, for a few hundred tokens on Hopper GPUs."""
 TRUSTED = PREFERRED[1:]
 """All of torch's kernels except cuDNN's."""
+MAX_TOKENS = 272
+"""Sequence length up to which the kernel is used (benchmarks/lab-gpu.md, attempts 29 and 30)."""
+SUPPORTED_TOKENS = {16: 128, 32: 128, 64: 272, 128: 128}
+"""Maximum number of tokens for each supported head width."""
+VERIFIED_TRITON = ("3.6.",)
+"""Triton versions whose kernels were verified against torch on a GPU; verify before adding one."""
+
+
+# ── torch's kernels ──
 
 
 def preferred_attention(device_type: str) -> AbstractContextManager[None]:
@@ -42,12 +51,7 @@ def for_training(queries: int, keys: int) -> list[SDPBackend]:
     return TRUSTED if queries == 1 or keys % 64 == 0 else PREFERRED
 
 
-MAX_TOKENS = 272
-"""Sequence length up to which the kernel is used (benchmarks/lab-gpu.md, attempts 29 and 30)."""
-SUPPORTED_TOKENS = {16: 128, 32: 128, 64: 272, 128: 128}
-"""Maximum number of tokens for each supported head width."""
-VERIFIED_TRITON = ("3.6.",)
-"""Triton versions whose kernels were verified against torch on a GPU; verify before adding one."""
+# ── short sequences ──
 
 
 def can_attend(device: torch.device) -> bool:

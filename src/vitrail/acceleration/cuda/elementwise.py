@@ -3,8 +3,8 @@
 On a CUDA device these are Triton kernels (`kernels.py`); elsewhere the plain torch below, which is also the reference
 for the kernels. Rows are (M, D), in the stream's dtype or, with a scale, in fp8.
 
-torch.compile writes a gradient in one kernel and reads it in another to sum it. Here both are one Triton kernel,
-registered as a custom operator; elsewhere plain torch does the same. Axes: M tokens of all images, N outputs.
+torch.compile writes a gradient in one kernel and reads it in another to sum it. Here one Triton kernel, registered as a
+custom operator, does both; elsewhere plain torch. Axes: M tokens of all images, N outputs.
 """
 
 import functools
@@ -21,6 +21,9 @@ Form = Literal["none", "gelu", "gelu_tanh", "quick_gelu", "relu"]
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 """The largest finite value of this fp8 format."""
+
+
+# ── inference ──
 
 
 @functools.cache
@@ -108,6 +111,8 @@ def _plain(x: Tensor, form: Form) -> Tensor:
         case "relu":
             return F.relu(x)
 
+
+# ── gradients ──
 
 NEAR = 4.25
 """Beyond this the derivative is 0 or 1 to within 2e-4."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 @triton.jit
 def _slope(x):
-    """Compute the derivative of GELU to within 2e-4 (see `gradients.SLOPE`)."""
+    """Compute the derivative of GELU to within 2e-4 (see `elementwise.SLOPE`)."""
     near = tl.minimum(tl.maximum(x, -4.25), 4.25)
     square = near * near
     series = -3.42681235e-11

@@ -1,5 +1,7 @@
 """The matmuls of the encoder, in bf16 with fused epilogues or in fp8; constant folding, and the rounding of weights.
 
+Norms and LayerScale are folded into the matrices next to them:
+
     norm(x) = γ·x̂ + β, so  W·norm(x) + b  =  (W·γ)·x̂ + (b + W·β)        after a LayerNorm
     s·(W·x + b)  =  (s·W)·x + (s·b)                                       before a LayerScale
 
@@ -21,6 +23,8 @@ from torch import Tensor, nn
 
 from vitrail.acceleration.cuda.elementwise import FP8, FP8_MAX, Form, activate, to_fp8
 from vitrail.models.blocks import Block, LayerScale
+
+# ── folding ──
 
 
 class Affine(NamedTuple):
@@ -73,6 +77,8 @@ def _scaled(linear: nn.Linear, scale: nn.Module) -> Affine:
     gamma = scale.gamma.detach().double()
     return Affine(weight * gamma[:, None], bias * gamma)
 
+
+# ── rounding to fp8 ──
 
 ROW_CHUNK = 65_536
 """Rows converted to float32 at a time."""
@@ -144,6 +150,8 @@ def round_correlated(weight: Tensor, correlation: Tensor) -> Tensor:
         remaining[stop:].addmm_(inverse[start:stop, stop:].t(), errors, alpha=-1)
     return torch.empty_like(remaining).index_copy_(0, order, remaining).t().contiguous().to(FP8)
 
+
+# ── matmuls ──
 
 WeightScales = Literal["tensor", "row"]
 """Whether an fp8 matrix has one scale, or one per output."""

@@ -116,6 +116,8 @@ def _constant_tokens(around: ViT) -> Tensor:
         return exact.embed(weight.new_zeros(1, exact.config.channels, *exact.config.image_size))[0][0]
 
 
+# ── calibration ──
+
 BATCH = 64
 """Images per forward pass."""
 MARGIN = 1.25

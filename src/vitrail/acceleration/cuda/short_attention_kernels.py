@@ -242,7 +242,7 @@ def _attend_gradient(
 
 
 def short_attention(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Implement `short_attention.short_attention`."""
+    """Implement `attention.short_attention`."""
     B, T, qkv, width = *qkv.shape[:2], qkv.contiguous(), qkv.shape[2] // 3 // heads
     _check(T, width)
     output, lse = qkv.new_empty(B, T, heads * width), qkv.new_empty(B, heads, T, dtype=torch.float32)
@@ -259,7 +259,7 @@ def short_attention(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 def short_attention_gradient(
     gradient: Tensor, qkv: Tensor, output: Tensor, lse: Tensor, heads: int
 ) -> tuple[Tensor, Tensor]:
-    """Implement `short_attention.short_attention_gradient`."""
+    """Implement `attention.short_attention_gradient`."""
     B, T, qkv, width = *qkv.shape[:2], qkv.contiguous(), qkv.shape[2] // 3 // heads
     _check(T, width)
     full, left = divmod(T, 64)

@@ -22,6 +22,12 @@ from vitrail.text import first_line
 
 Extra = Literal["onnx", "openvino"]
 """The extras of this package that install a runtime."""
+INPUT, BATCH = "pixels", "batch"
+TRACED_BATCH = 3
+"""Traced batch size. Not 1, which torch would specialise, and not one that the check uses."""
+
+
+# ── optional packages ──
 
 
 def require(package: str, extra: Extra) -> ModuleType:
@@ -57,9 +63,7 @@ def quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-INPUT, BATCH = "pixels", "batch"
-TRACED_BATCH = 3
-"""Traced batch size. Not 1, which torch would specialise, and not one that the check uses."""
+# ── graph ──
 
 
 class Graph(nn.Module):
@@ -111,6 +115,9 @@ def _for_inference(model: ViT) -> ViT:
     if like.device.type == "cpu" and like.dtype == torch.float32 and not any(m.training for m in model.modules()):
         return model
     return copy.deepcopy(model).to("cpu", torch.float32).eval()
+
+
+# ── torch.export ──
 
 
 def write_archive(program: ExportedProgram, path: Path) -> None:

@@ -188,6 +188,8 @@ def _luma(pixels: Tensor) -> Tensor:
     return total.add_(0x8000).bitwise_right_shift_(16)
 
 
+# ── padding of batches ──
+
 SAMPLE = 2048
 """Images drawn to estimate how often each group occurs."""
 SPREAD = 5.0

@@ -241,6 +241,9 @@ def _histogram(sides: NDArray[np.int32]) -> tuple[Bin, ...]:
     return tuple(bins[filled[0] : filled[-1] + 1]) if filled else ()
 
 
+# ── unused files ──
+
+
 class UnusedFiles(NamedTuple):
     """Files that are not used."""
 
@@ -276,25 +279,6 @@ def find_skipped(sources: Iterable[Source | None], *, most: int | None = None) -
     return unused._replace(unlisted=unlisted)
 
 
-def _bases(sources: Iterable[Source | None]) -> Iterator[Folder | Shards]:
-    """Yield every folder and set of shards that sources come from, once."""
-    seen: set[int] = set()
-    waiting: list[object] = list(sources)
-    while waiting:
-        source = waiting.pop(0)
-        if isinstance(source, Folder | Shards):
-            if id(source) not in seen:
-                seen.add(id(source))
-                yield source
-        else:
-            waiting += [getattr(source, "base", None)] if hasattr(source, "base") else getattr(source, "sources", ())
-
-
-def kind_of_skipped(file: SkippedFile) -> str | None:
-    """Return the kind of image that a skipped file is by its content, or None."""
-    return None if file.size == 0 else sniff_file(file.path, file.start or 0, HEAD if file.size is None else file.size)
-
-
 def skipped_findings(unused: UnusedFiles) -> list[Finding]:
     """Report unused files, and what to do about those that should be used."""
     findings = []
@@ -322,6 +306,25 @@ def skipped_findings(unused: UnusedFiles) -> list[Finding]:
         )
         findings.append(Finding("skipped", count, f"{_files(count)} skipped", text, advice, tuple(unused.others)))
     return findings
+
+
+def kind_of_skipped(file: SkippedFile) -> str | None:
+    """Return the kind of image that a skipped file is by its content, or None."""
+    return None if file.size == 0 else sniff_file(file.path, file.start or 0, HEAD if file.size is None else file.size)
+
+
+def _bases(sources: Iterable[Source | None]) -> Iterator[Folder | Shards]:
+    """Yield every folder and set of shards that sources come from, once."""
+    seen: set[int] = set()
+    waiting: list[object] = list(sources)
+    while waiting:
+        source = waiting.pop(0)
+        if isinstance(source, Folder | Shards):
+            if id(source) not in seen:
+                seen.add(id(source))
+                yield source
+        else:
+            waiting += [getattr(source, "base", None)] if hasattr(source, "base") else getattr(source, "sources", ())
 
 
 def _files(count: int) -> str:

@@ -66,6 +66,31 @@ def check_classes(images: Mapping[str, int], place: str, remedy: str) -> None:
             )
 
 
+def order_classes(
+    labels: Sequence[str], names: Sequence[str] | None = None, *, place: str
+) -> tuple[tuple[str, ...], Labels]:
+    """Sort classes: return their names and the class index of each entry of `labels`, with -1 at index -1.
+
+    Integers are sorted numerically, everything else as text. With `names`, integers are indices into that list.
+    """
+    if names is None:
+        integers = all(_WHOLE_NUMBER.fullmatch(text) for text in labels)
+        names = sorted(labels, key=int) if integers else sorted(labels)
+        numbers = {name: number for number, name in enumerate(names)}
+    else:
+        numbers = {name: number for number, name in enumerate(names)}
+        if len(numbers) < len(names):
+            twice = next(name for number, name in enumerate(names) if numbers[name] != number)
+            raise DataError(f"{place} has two classes named {twice!r}; use unique names")
+        numbers |= {str(number): number for number in range(len(names))}
+    unknown = next((text for text in labels if text not in numbers), None)
+    if unknown is not None:
+        raise DataError(
+            f"{place} has the label {unknown!r}, which is not one of its {len(names)} classes; correct the label"
+        )
+    return tuple(names), np.array([*(numbers[text] for text in labels), -1], np.int64)
+
+
 def _check_numbers(numbers: Mapping[str, float], images: int, place: str, remedy: str) -> None:
     fractions = not all(number.is_integer() for number in numbers.values())
     if not fractions and (len(numbers) < MANY_NUMBERS or images >= FEW_EACH * len(numbers)):
@@ -98,30 +123,7 @@ def _several(joined: Mapping[str, Sequence[str]], labels: Mapping[str, int], *, 
     return several[0] if several and (certain or 2 * len(several) >= len(joined)) else None
 
 
-def order_classes(
-    labels: Sequence[str], names: Sequence[str] | None = None, *, place: str
-) -> tuple[tuple[str, ...], Labels]:
-    """Sort classes: return their names and the class index of each entry of `found`, with -1 for index -1.
-
-    Integers are sorted numerically, everything else as text. With `names`, integers are indices into that list.
-    """
-    if names is None:
-        integers = all(_WHOLE_NUMBER.fullmatch(text) for text in labels)
-        names = sorted(labels, key=int) if integers else sorted(labels)
-        numbers = {name: number for number, name in enumerate(names)}
-    else:
-        numbers = {name: number for number, name in enumerate(names)}
-        if len(numbers) < len(names):
-            twice = next(name for number, name in enumerate(names) if numbers[name] != number)
-            raise DataError(f"{place} has two classes named {twice!r}; use unique names")
-        numbers |= {str(number): number for number in range(len(names))}
-    unknown = next((text for text in labels if text not in numbers), None)
-    if unknown is not None:
-        raise DataError(
-            f"{place} has the label {unknown!r}, which is not one of its {len(names)} classes; correct the label"
-        )
-    return tuple(names), np.array([*(numbers[text] for text in labels), -1], np.int64)
-
+# ── faults ──
 
 Faults = list[str]
 """One sentence per fault. If a list is passed when opening data, unusable items are skipped and named in the list;

@@ -24,6 +24,11 @@ from vitrail.text import printable_path
 
 GROUPS_HELD = 4
 """Number of row groups a process keeps in memory."""
+FILES_HELD = 2
+"""Number of files whose row groups a process keeps in memory."""
+
+
+# ── one file ──
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,9 +249,9 @@ def _one_line(fault: Exception) -> str:
     return " ".join(text.split())[:200]
 
 
+# ── several files ──
+
 Table = Manifest | ParquetImages
-FILES_HELD = 2
-"""Number of files whose row groups a process keeps in memory."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,6 +23,10 @@ SUFFIXES = frozenset(
 """Suffixes of image files, without the dot; case is ignored.
 
 HEIC is included even if pillow-heif is not installed, so that a folder has the same images everywhere."""
+SUPPORTED_DATA = (
+    "a folder with one sub-folder per class, a manifest (.csv, .jsonl, .parquet), tar shards, or the word digits"
+)
+"""Supported datasets, for messages."""
 
 
 class SkippedFile(NamedTuple):
@@ -139,12 +143,6 @@ class Arrays:
     def stamp(self, index: int) -> tuple[int, int]:
         """Return the index and a checksum of an image."""
         return index, zlib.crc32(np.ascontiguousarray(self.images[index]).data)
-
-
-SUPPORTED_DATA = (
-    "a folder with one sub-folder per class, a manifest (.csv, .jsonl, .parquet), tar shards, or the word digits"
-)
-"""Supported datasets, for messages."""
 
 
 def place_of(data: object) -> str:

@@ -13,6 +13,9 @@ from vitrail.text import printable_path
 RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
+# ── patterns ──
+
+
 def is_pattern(place: str) -> bool:
     """Return whether a path is a pattern."""
     return glob.has_magic(place) or RANGE.search(place) is not None
@@ -52,6 +55,8 @@ def _numbers(first: str, last: str) -> list[str]:
     width = len(first) if first.startswith("0") else 0
     return [str(number).zfill(width) for number in range(int(first), int(last) + 1)]
 
+
+# ── members ──
 
 BLOCK = 512
 WINDOW = 4096

@@ -27,6 +27,9 @@ def coloured(numbers: NDArray[np.floating], low: float, high: float) -> NDArray[
     return np.stack([np.interp(place, steps, _RAMP[:, c]) for c in range(3)], axis=-1).round().astype(np.uint8)
 
 
+# ── figures ──
+
+
 @dataclass(frozen=True)
 class Figure:
     """A drawing, as pixels or SVG."""
@@ -72,6 +75,8 @@ def check_writable(folder: Path, names: list[str], *, overwrite: bool) -> None:
     for name in names:
         check_target(folder / name, overwrite=overwrite, folder=False)
 
+
+# ── grid of grids ──
 
 CHOICES = (16, 12, 8, 6, 4)
 """Candidates for the number of rows and columns of maps; the first at which maps are not too thin is used."""
@@ -137,6 +142,31 @@ def panel(similar: NDArray[np.float64], maps: MapGrid, heading: str) -> Image.Im
     return sheet
 
 
+def joined(panels: list[Image.Image]) -> Image.Image:
+    """Arrange panels two per row, with the colour scale to their right."""
+    columns = min(2, len(panels))
+    lines = -(-len(panels) // columns)
+    width, height = panels[0].size
+    size = (MARGIN + columns * (width + MARGIN) + SCALE, MARGIN + max(LEAST_HEIGHT, lines * (height + MARGIN)))
+    sheet = Image.new("RGB", size, PAPER)
+    for number, one in enumerate(panels):
+        line, column = divmod(number, columns)
+        sheet.paste(one, (MARGIN + column * (width + MARGIN), MARGIN + line * (height + MARGIN)))
+    _draw_scale(sheet, (MARGIN + columns * (width + MARGIN), MARGIN), min(320, sheet.height - 2 * MARGIN))
+    return sheet
+
+
+def evenly(count: int, most: int) -> list[int]:
+    """Choose at most `most` of `count` indices evenly, including the first and the last.
+
+    >>> evenly(3, 5), evenly(9, 3)
+    ([0, 1, 2], [0, 4, 8])
+    """
+    if count <= most:
+        return list(range(count))
+    return [round(i * (count - 1) / (most - 1)) for i in range(most)]
+
+
 def _write_margins(sheet: Image.Image, maps: MapGrid, gap: int, inner: tuple[int, int, int, int]) -> None:
     """Draw the axis labels, and as many row and column numbers as fit."""
     pen, font = ImageDraw.Draw(sheet), _font()
@@ -157,20 +187,6 @@ def _write_margins(sheet: Image.Image, maps: MapGrid, gap: int, inner: tuple[int
     sheet.paste(strip.rotate(90, expand=True), (0, max(0, top + (height - strip.width) // 2)))
 
 
-def joined(panels: list[Image.Image]) -> Image.Image:
-    """Arrange panels two per row, with the colour scale to their right."""
-    columns = min(2, len(panels))
-    lines = -(-len(panels) // columns)
-    width, height = panels[0].size
-    size = (MARGIN + columns * (width + MARGIN) + SCALE, MARGIN + max(LEAST_HEIGHT, lines * (height + MARGIN)))
-    sheet = Image.new("RGB", size, PAPER)
-    for number, one in enumerate(panels):
-        line, column = divmod(number, columns)
-        sheet.paste(one, (MARGIN + column * (width + MARGIN), MARGIN + line * (height + MARGIN)))
-    _draw_scale(sheet, (MARGIN + columns * (width + MARGIN), MARGIN), min(320, sheet.height - 2 * MARGIN))
-    return sheet
-
-
 def _draw_scale(sheet: Image.Image, place: tuple[int, int], length: int) -> None:
     """Draw the colour scale."""
     pen, font = ImageDraw.Draw(sheet), _font()
@@ -182,17 +198,6 @@ def _draw_scale(sheet: Image.Image, place: tuple[int, int], length: int) -> None
     words = ((0, "1, the same"), (0.5, "0"), (1, "-1")) if bar > 4 * TEXT else ((0, "1"), (1, "-1"))
     for position, text in words:
         pen.text((left + 30, start + position * (bar - 1)), text, fill=PALE, font=font, anchor="lm")
-
-
-def evenly(count: int, most: int) -> list[int]:
-    """Choose at most `most` of `count` indices evenly, including the first and the last.
-
-    >>> evenly(3, 5), evenly(9, 3)
-    ([0, 1, 2], [0, 4, 8])
-    """
-    if count <= most:
-        return list(range(count))
-    return [round(i * (count - 1) / (most - 1)) for i in range(most)]
 
 
 def _font() -> "ImageFont.FreeTypeFont | ImageFont.ImageFont":
