@@ -59,7 +59,9 @@ IN_KEYS = {
     r"\bprocessor\b": "cpu",
 }
 """Terms that are ordinary words in prose, but not in a key."""
-PLACES = ("src", "docs", "tests", "benchmarks", "examples", "README.md", "CONTRIBUTING.md", "SECURITY.md")
+PLACES = (
+    "src", "docs", "tests", "benchmarks", "examples", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md",
+)  # fmt: skip
 SUFFIXES = {".py", ".md", ".js", ".css", ".html", ".toml", ".json", ".svg"}
 
 
