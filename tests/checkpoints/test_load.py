@@ -113,7 +113,9 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
     torch.save(state, folder / "whole.pth")
     add("cut.pth", "copied completely").write_bytes((folder / "whole.pth").read_bytes()[:5000])
     add("empty.pth", "is empty").write_bytes(b"")
-    add("text.pth", "is not a supported weight file").write_text("these are not the weights you are looking for")
+    add("text.pth", "is not a checkpoint: its content is").write_text("these are not the weights you are looking for")
+    random_bytes = np.random.default_rng(0).bytes(5000)
+    add("random.bin", "neither safetensors, nor a PyTorch file, nor a NumPy").write_bytes(random_bytes)
     with zipfile.ZipFile(add("photos.zip", "neither a PyTorch checkpoint nor a NumPy archive"), "w") as archive:
         archive.writestr("holiday.jpg", b"...")
     torch.save({"model": Evil()}, add("evil.pth", "opening it could run code"))
