@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vitrail.errors import VitrailError
-from vitrail.serving.http_errors import ClientDisconnected, HttpError, as_http_error
+from vitrail.serving.http_errors import ClientDisconnected, HttpError, as_http_error, method_not_allowed
 from vitrail.serving.lifecycle import Counters, Lifecycle
 from vitrail.serving.settings import MEGABYTE, Settings
 
@@ -98,7 +98,6 @@ DRAIN_BYTES, DRAIN_SECONDS, STOPPING_DRAIN_SECONDS = 64 * MEGABYTE, 3.0, 0.3
 CHUNK = 256 * 1024
 """Responses are sent in chunks of this many bytes, so that a client that stops reading is noticed."""
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_MESSAGES = {404: "not found", 405: "method not allowed"}
 _log = logging.getLogger("vitrail.serving")
 
 
@@ -240,8 +239,9 @@ class _Exchange:
         if isinstance(error, VitrailError):
             return as_http_error(error)
         if isinstance(error, HTTPException):
-            message = _MESSAGES.get(error.status_code, "the request failed")
-            return HttpError(error.status_code, message, allow=(error.headers or {}).get("Allow"))
+            if error.status_code == 405:
+                return method_not_allowed((error.headers or {}).get("Allow", ""))
+            return HttpError(error.status_code, "not found" if error.status_code == 404 else "the request failed")
         _log.error("fault", exc_info=error, extra={"fields": {"request_id": self.id, "path": self.path[:200]}})
         return HttpError(500, "internal error; see the service's log", reason="fault")
 
