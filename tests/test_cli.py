@@ -1,5 +1,6 @@
 """The command line, end to end."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support import forked_commands
+from tests.support.commands import run_command
 from tests.support.peers import scramble
 
 import vitrail
@@ -82,6 +84,18 @@ def test_user_errors_print_one_sentence_and_exit_with_2(words: tuple[str, ...], 
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+def test_serve_lists_the_missing_packages_and_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    done = run_command(monkeypatch, capsys, "serve", "bundle")
+    assert done.code == 2
+    assert done.err == (
+        "vitrail: vitrail serve needs packages that are not installed (starlette, uvicorn, prometheus_client, "
+        "python_multipart); install them with pip install 'vitrail[serve]'\n"
+    )
 
 
 def test_a_closed_pipe_is_not_an_error() -> None:
