@@ -10,9 +10,10 @@ from typing import Any, Literal
 import torch
 
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.data.batches import default_workers
+from vitrail.data.batches import BadFiles, default_workers
 from vitrail.data.cache import CacheSize, cached
 from vitrail.data.checking.check import quick_check
+from vitrail.data.checking.findings import Unreadable, them
 from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.source import place_of
 from vitrail.data.sources.splits import Splits
@@ -173,7 +174,7 @@ def _introduce(
 ) -> None:
     """Print the plan, and write split.json, check.json and the samples."""
     if not (place / SPLIT).exists():
-        _check_data(console, place, splits, plan.model.image_size[0])
+        _check_data(console, place, splits, plan.model.image_size[0], plan.recipe.data.bad_files)
         write_json(place / SPLIT, splits.record)
         console.defaults(plan.defaults)
         for text in advice:
@@ -189,10 +190,12 @@ def _introduce(
     console.note(f"run folder {place}: {steps} in {precision}, {len(splits.train):,} training images")
 
 
-def _check_data(console: RunConsole, place: Path, splits: Splits, size: int) -> None:
-    """Run the quick data check, save its findings, and print the serious ones."""
+def _check_data(console: RunConsole, place: Path, splits: Splits, size: int, bad_files: BadFiles) -> None:
+    """Run the quick data check, save its findings, and print the serious ones; an unreadable image may stop the run."""
     report = quick_check(splits, size=size)
     write_json(place / CHECK, report.as_dict())
+    if bad_files == "refuse" and report.unreadable:
+        raise _refused(report.unreadable)
     if report.contents is not None:
         report.contents.save(place)
     console.data_note(report.summary)
@@ -201,6 +204,16 @@ def _check_data(console: RunConsole, place: Path, splits: Splits, size: int) -> 
             some = ", ".join(finding.details[:2]) + (", …" if len(finding.details) > 2 else "")
             details = f" ({some})" if some else ""
             console.data_note(f"{finding.text}{details}; {finding.advice}", loud=True)
+
+
+def _refused(unreadable: Sequence[Unreadable]) -> DataError:
+    """Return the error for unreadable images with `bad_files = "refuse"`."""
+    first, count = unreadable[0], len(unreadable)
+    more = "" if count == 1 else f", the first of {count:,} such images"
+    return DataError(
+        f"{first.image.name} cannot be read: {first.reason}{more}; fix or remove {them(count)}, or train with --set "
+        f"data.bad_files=skip"
+    )
 
 
 def _cached(splits: Splits, plan: TrainingPlan, context: RunContext) -> Splits:
