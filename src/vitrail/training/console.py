@@ -54,11 +54,12 @@ class RunConsole:
         text = printable(text)
         self._print(text, Text(text), wrap=False)  # a wrapped path cannot be copied
 
-    def data_note(self, text: str, *, loud: bool = False) -> None:
-        """Print a message about the data: only once, however many runs a sweep has."""
+    def data_note(self, text: str, *, loud: bool = False, topic: str | None = None) -> None:
+        """Print a message about the data or the machine: only once per text or topic, however many runs a sweep has."""
         text = printable(f"WARNING: {text}" if loud else text)
-        self._print(text, Text(text, "bold yellow" if loud else ""), wrap=False, shown=text not in self.printed)
-        self.printed.add(text)
+        topic = text if topic is None else topic
+        self._print(text, Text(text, "bold yellow" if loud else ""), wrap=False, shown=topic not in self.printed)
+        self.printed.add(topic)
 
     def defaults(self, defaults: Sequence[ResolvedDefault]) -> None:
         """Print the resolved defaults with their reasons."""

@@ -20,7 +20,7 @@ from vitrail.data.sources.splits import Splits
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation import Evaluation
 from vitrail.io import read_json
-from vitrail.runtime import Precision, choose_device, faster_in_bf16, process_group, repeatable
+from vitrail.runtime import Precision, busy_cpu_note, choose_device, faster_in_bf16, process_group, repeatable
 from vitrail.training.auto_batch import fit_batch_to_memory, memory_limit
 from vitrail.training.console import RunConsole, SilentConsole
 from vitrail.training.defaults import ResolvedDefault, TrainingPlan, before_training, describe_data, resolve_defaults
@@ -179,6 +179,9 @@ def _introduce(
         console.defaults(plan.defaults)
         for text in advice:
             console.data_note(text, loud=True)
+        busy = busy_cpu_note(device)
+        if busy is not None:
+            console.data_note(busy, topic="busy CPU")
     elif read_in_run(place / SPLIT, read_json) != json.loads(json.dumps(splits.record)):
         raise DataError(
             f"the data has changed since the run in {place} started: images were added, removed or renamed; choose "
