@@ -111,6 +111,27 @@ def test_a_closed_pipe_is_not_an_error() -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("words", [("models",), ("models", "Ti/16", "--json"), ("--help",)])
+def test_every_command_exits_quietly_when_its_reader_leaves(words: tuple[str, ...]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "vitrail", *words]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+    os.close(writer)
+    assert (done.returncode, done.stderr.strip()) == (0, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+@pytest.mark.parametrize("words", [("models",), ("models", "Ti/16", "--json")])
+def test_a_full_disk_behind_stdout_is_named(words: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "vitrail", *words]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+    assert done.returncode == 2
+    words_wanted = "stdout could not be written: No space left on device; free some space, or write elsewhere"
+    assert done.stderr.strip() == f"vitrail: {words_wanted}"
+
+
 # ── checkpoints ──
 
 HEADS = ("--override", "heads=1")

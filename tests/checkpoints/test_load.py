@@ -259,7 +259,7 @@ def test_saving_a_bundle_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("vitrail.checkpoints.bundle.write_safetensors", full_disk)
-    with pytest.raises(CheckpointError, match="could not be written: No space left on device; nothing was changed"):
+    with pytest.raises(CheckpointError, match="No space left on device; nothing was changed; free some space"):
         bundle.save(target, overwrite=True)
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
