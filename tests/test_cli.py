@@ -1,5 +1,6 @@
 """The command line, end to end."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support import forked_commands
+from tests.support.commands import run_command
 from tests.support.peers import scramble
 
 import vitrail
@@ -84,6 +86,18 @@ def test_user_errors_print_one_sentence_and_exit_with_2(words: tuple[str, ...], 
     assert done.stdout == ""
 
 
+def test_serve_lists_the_missing_packages_and_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    done = run_command(monkeypatch, capsys, "serve", "bundle")
+    assert done.code == 2
+    assert done.err == (
+        "vitrail: vitrail serve needs packages that are not installed (starlette, uvicorn, prometheus_client, "
+        "python_multipart); install them with pip install 'vitrail[serve]'\n"
+    )
+
+
 def test_a_closed_pipe_is_not_an_error() -> None:
     done = subprocess.run(
         f"'{sys.executable}' -m vitrail models Ti/16 --json | head -n 1",
@@ -95,6 +109,27 @@ def test_a_closed_pipe_is_not_an_error() -> None:
     )
     assert done.stdout == "{\n"
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("words", [("models",), ("models", "Ti/16", "--json"), ("--help",)])
+def test_every_command_exits_quietly_when_its_reader_leaves(words: tuple[str, ...]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "vitrail", *words]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+    os.close(writer)
+    assert (done.returncode, done.stderr.strip()) == (0, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+@pytest.mark.parametrize("words", [("models",), ("models", "Ti/16", "--json")])
+def test_a_full_disk_behind_stdout_is_named(words: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "vitrail", *words]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+    assert done.returncode == 2
+    words_wanted = "stdout could not be written: No space left on device; free some space, or write elsewhere"
+    assert done.stderr.strip() == f"vitrail: {words_wanted}"
 
 
 # ── checkpoints ──

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.support import forked_commands
 
 from vitrail.errors import ConfigError
-from vitrail.runtime import Processes, autocast, choose_device, derive_seed, process_group, seed_torch
+from vitrail.runtime import Processes, autocast, busy_cpu_note, choose_device, derive_seed, process_group, seed_torch
 
 
 def test_the_cpu_is_always_available() -> None:
@@ -38,6 +38,32 @@ def test_precision() -> None:
         assert layer(x).dtype == torch.bfloat16
     with pytest.raises(ConfigError, match="no precision is called 'int4'"):
         autocast(torch.device("cpu"), "int4")
+
+
+def test_a_busy_cpu_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "getloadavg", lambda: (8.14, 1.0, 1.0))
+    assert busy_cpu_note(cpu) == (
+        "note: this machine is busy (load 8.1 on 2 CPUs), so training may be slow; OMP_WAIT_POLICY=passive often helps "
+        "(see Busy CPUs in docs/guides/train.md)"
+    )
+    assert busy_cpu_note(torch.device("cuda")) is None
+    for name, value in (("getloadavg", lambda: (3.0, 9.0, 9.0)), ("cpu_count", lambda: 8)):
+        with monkeypatch.context() as idle:
+            idle.setattr(os, name, value)
+            assert busy_cpu_note(cpu) is None
+    with monkeypatch.context() as alone:
+        alone.setattr(torch, "get_num_threads", lambda: 1)  # nothing to wait for
+        assert busy_cpu_note(cpu) is None
+    with monkeypatch.context() as chosen:
+        chosen.setenv("OMP_WAIT_POLICY", "active")
+        assert busy_cpu_note(cpu) is None
+    with monkeypatch.context() as other:
+        other.delattr(os, "getloadavg")  # as on Windows
+        assert busy_cpu_note(cpu) is None
 
 
 def test_seeding() -> None:

@@ -17,6 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from vitrail.errors import DataError
+
 MAX_TEXT = 1 << 30
 """The largest text file that is read at once, in bytes; the split.json of ten million images is smaller."""
 MAX_NESTING = 100
@@ -32,6 +34,26 @@ _OPEN_FLAGS = sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NONBLOCK", "
 
 class ContentError(ValueError):
     """The content of a file is invalid."""
+
+
+def full_disk_hint(error: Exception, then: str = "rerun the same command") -> str:
+    """Return what to do about a full disk, to append to a message; "" for any other error."""
+    code = getattr(error, "errno", None)
+    # safetensors and torch report it as text only.
+    full = code in (errno.ENOSPC, errno.EDQUOT) or (code is None and os.strerror(errno.ENOSPC) in str(error))
+    return f"; free some space and {then}" if full else ""
+
+
+@contextmanager
+def writing_to_stdout() -> Iterator[None]:
+    """Turn an error of writing to stdout into a `DataError` that names it; a reader that closes the pipe is none."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        hint = "; free some space, or write elsewhere" if full_disk_hint(error) else ""
+        raise DataError(f"stdout could not be written: {error.strerror or error}{hint}") from None
 
 
 def open_regular(path: str | bytes | os.PathLike[str]) -> io.FileIO:

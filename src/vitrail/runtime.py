@@ -24,6 +24,8 @@ TIMEOUT = datetime.timedelta(hours=1)
 """How long ranks wait for each other; one may be decoding a dataset or downloading a model."""
 GRACE = 600.0
 """Seconds that a process has to save its state after its launcher died."""
+BUSY = 1.5
+"""Load average per CPU above which a machine counts as busy."""
 BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
 """An environment variable that only torchrun sets."""
 _group_count = itertools.count()
@@ -76,6 +78,24 @@ def faster_in_bf16(device: torch.device) -> bool:
     # Torch has only a private function for this; if it is gone, assume float32.
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", None)
     return device.type == "cpu" and has_amx is not None and bool(has_amx())
+
+
+def busy_cpu_note(device: torch.device) -> str | None:
+    """Return a note if other programs keep the CPU busy and torch's threads would busy-wait for each other."""
+    waits = "OMP_WAIT_POLICY" not in os.environ and torch.get_num_threads() > 1
+    if device.type != "cpu" or not waits or not hasattr(os, "getloadavg"):
+        return None
+    try:
+        load = os.getloadavg()[0]
+    except OSError:  # not known on this system
+        return None
+    cpus = os.cpu_count() or 1  # all of them, as the load is that of the whole machine
+    if load <= BUSY * cpus:
+        return None
+    return (
+        f"note: this machine is busy (load {load:.1f} on {cpus} CPUs), so training may be slow; "
+        f"OMP_WAIT_POLICY=passive often helps (see Busy CPUs in docs/guides/train.md)"
+    )
 
 
 @contextlib.contextmanager

@@ -113,7 +113,9 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
     torch.save(state, folder / "whole.pth")
     add("cut.pth", "copied completely").write_bytes((folder / "whole.pth").read_bytes()[:5000])
     add("empty.pth", "is empty").write_bytes(b"")
-    add("text.pth", "is not a supported weight file").write_text("these are not the weights you are looking for")
+    add("text.pth", "is not a checkpoint: its content is").write_text("these are not the weights you are looking for")
+    random_bytes = np.random.default_rng(0).bytes(5000)
+    add("random.bin", "neither safetensors, nor a PyTorch file, nor a NumPy").write_bytes(random_bytes)
     with zipfile.ZipFile(add("photos.zip", "neither a PyTorch checkpoint nor a NumPy archive"), "w") as archive:
         archive.writestr("holiday.jpg", b"...")
     torch.save({"model": Evil()}, add("evil.pth", "opening it could run code"))
@@ -257,7 +259,7 @@ def test_saving_a_bundle_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("vitrail.checkpoints.bundle.write_safetensors", full_disk)
-    with pytest.raises(CheckpointError, match="could not be written: No space left on device; nothing was changed"):
+    with pytest.raises(CheckpointError, match="No space left on device; nothing was changed; free some space"):
         bundle.save(target, overwrite=True)
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["b"]

@@ -126,6 +126,13 @@ def test_errors_are_one_line(run: RunCommand, words: tuple[object, ...], message
     assert not Path("explanations").exists()
 
 
+def test_a_closed_stdin_has_no_paths(run: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    done = run("-")
+    assert done.code == 2
+    assert done.err.startswith("vitrail: there are no paths on stdin; pipe them in, one per line")
+
+
 def notes(path: str) -> dict[str, str]:
     with Image.open(path) as image:
         return {key.removeprefix("vitrail:"): str(value) for key, value in image.info.items() if "vitrail:" in str(key)}

@@ -153,7 +153,7 @@ def test_resume_without_and_with_an_earlier_job(run: RunCommand) -> None:
         (("bundle", "gone.png"), "gone.png does not exist; give files, folders"),
         (("bundle", "https://example.org/cat.jpg"), "is a URL, which is not downloaded; download it first"),
         (("bundle", "empty"), "no images found; image files end in avif, bmp, gif, "),
-        (("bundle", "-"), "no images found"),
+        (("bundle", "-"), "there are no paths on stdin; pipe them in, one per line, or give"),
         (("bundle", "text.jpg"), "the only image, text.jpg, cannot be read: it is not an image: "),
         (("bundle", "p", "-o", "there.csv"), "there.csv already exists; choose another name, or replace it with --ov"),
         (("bundle", "p", "-o", "p"), "p has no known suffix"),

@@ -126,6 +126,8 @@ def test_405_lists_the_allowed_methods(bundle: Path) -> None:
             response = await client.request(method, path)
             assert response.status_code == 405
             assert set(response.headers["allow"].split(", ")) == allow
+            if method != "HEAD":
+                assert response.json()["error"] == f"method not allowed; use {' or '.join(sorted(allow))}"
         response = await client.post("/v1/predict/", content=image(), headers=PNG)
         assert response.status_code == 404  # unknown path, whatever the method
 

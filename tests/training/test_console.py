@@ -48,6 +48,26 @@ def printed(thing: object, width: int) -> list[str]:
         return [line.rstrip() for line in console.export_text().splitlines()]
 
 
+# ── notes ──
+
+
+def test_a_busy_cpu_is_noted_once_and_not_on_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loads = iter((90.0, 80.0, 70.0))
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "getloadavg", lambda: (next(loads), 0.0, 0.0))
+    words, changes = "this machine is busy", ["steps=1", "evaluations=1", *CHANGES[2:]]
+    shared: set[str] = set()
+    for name in ("first", "first", "second"):  # the second time it is resumed; the last is another run of a sweep
+        train("digits", changes=changes, folder=tmp_path / name, device="cpu", workers=0, printed=shared)
+    assert capsys.readouterr().err.count(words) == 1
+    assert (tmp_path / "first" / "log.txt").read_text().count(f"note: {words} (load 90.0 on 2 CPUs)") == 1
+    assert (tmp_path / "second" / "log.txt").read_text().count(f"note: {words} (load 80.0 on 2 CPUs)") == 1
+
+
 # ── the two lines ──
 
 
@@ -158,7 +178,7 @@ def test_a_run_on_a_terminal(tmp_path: Path) -> None:
     assert re.search(r"step [\d]+/20   \d+:\d\d left", written)
     screen = _screen(written)
     assert (
-        max(len(line) for line in screen if not line.startswith(("memory: ", "1,797 "))) <= 80
+        max(len(line) for line in screen if not line.startswith(("memory: ", "1,797 ", "note: "))) <= 80
     )  # messages are not wrapped
     assert not any("left" in line for line in screen), "the two lines go when the run ends"
     assert sum("held-out images" in line for line in screen) == 1

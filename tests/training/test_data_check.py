@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from tests.support.commands import run_command
 
 import vitrail
 from vitrail.data.sources.opening import open_data
@@ -37,7 +38,7 @@ def test_training_reports_conflicting_labels_duplicates_and_skipped_files(photos
     folder, splits = tmp_path / "run", open_data(photos)
     folder.mkdir()
     with RunConsole(folder, quiet=True) as console:  # as `train` does before the first step
-        _check_data(console, folder, splits, 16)
+        _check_data(console, folder, splits, 16, "skip")
     check = json.loads((folder / "check.json").read_text())
     names = {copies["kind"]: [Path(one["name"]).name for one in copies["images"]] for copies in check["duplicates"]}
     assert names["conflicting"] == ["0.png", "other.png"] or names["conflicting"] == ["other.png", "0.png"]
@@ -50,6 +51,25 @@ def test_training_reports_conflicting_labels_duplicates_and_skipped_files(photos
     assert "\nWARNING: 1 file is an image by content but not by name" in log
     assert "upload.php: a JPEG" not in log  # it is a PNG
     assert "upload.php: a PNG; rename it to upload.png" in log
+
+
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+def test_refuse_stops_before_training_at_an_unreadable_image_of_any_split(
+    split: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = getattr(open_data(photos), split)
+    bad = Path(source.name(0))
+    bad.write_text("no image")
+    changes = [word for change in (*CHANGES, "data.bad_files=refuse") for word in ("--set", change)]
+    words = ("train", photos, "--run", tmp_path / "run", "--device", "cpu", *changes)
+    done = run_command(monkeypatch, capsys, *words)
+    assert done.code == 2
+    assert done.err.startswith(f"vitrail: {bad} cannot be read: it is not an image")
+    assert done.err.endswith("; fix or remove it, or train with --set data.bad_files=skip\n")
+    assert len(done.err.splitlines()) == 1
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    Path(source.name(1)).write_text("no image")
+    assert ", the first of 2 such images; fix or remove them, or" in run_command(monkeypatch, capsys, *words).err
 
 
 def test_training_lists_every_fault_of_the_data(photos: Path, tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tests.support import forked_commands
 
@@ -24,10 +26,11 @@ from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged
 from vitrail.io import file_digest
 from vitrail.models.config import ViTConfig
 from vitrail.runtime import Processes
+from vitrail.training.console import RunConsole
 from vitrail.training.distributed import Ranks
 from vitrail.training.optimizers import learning_rate
 from vitrail.training.recipe import preset_names, read_recipe, write_toml
-from vitrail.training.run_folder import default_folder, locked, origin_of
+from vitrail.training.run_folder import MetricsFile, default_folder, locked, origin_of
 from vitrail.training.state import Progress, Setting, State, content_digest, load_state, save_state
 from vitrail.training.train import train
 
@@ -245,6 +248,32 @@ def test_a_full_disk_keeps_the_previous_state(tmp_path: Path) -> None:
     assert state.progress.step == 1
 
 
+def test_a_full_disk_says_how_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def refuse_as_text(*_: object, **__: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    end = "; free some space and rerun the same command to resume"
+    with RunConsole(tmp_path, quiet=True) as console:
+        file = SimpleNamespace(write=refuse, close=console.log.close)
+        monkeypatch.setattr(console, "log", file)
+        with pytest.raises(CheckpointError) as error:
+            console.note("step 1")
+    assert str(error.value) == f"{tmp_path / 'log.txt'} could not be written: No space left on device{end}"
+    metrics = MetricsFile(tmp_path, 0)
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(CheckpointError, match=f"metrics.jsonl could not be written: No space left on device{end}$"):
+        metrics.write({"step": 1})
+    monkeypatch.undo()
+    model = torch.nn.Linear(2, 2)
+    state = State(model, torch.optim.SGD(model.parameters(), 0.1), None, Progress(step=1))
+    monkeypatch.setattr("vitrail.training.state.save_file", refuse_as_text)
+    with pytest.raises(CheckpointError, match=f"no earlier state was saved{end}$"):
+        save_state(tmp_path / "state", state, Setting(threads=1, processes=1, precision="float32"))
+
+
 def limited(limit: str, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     """Run with restricted resources: `limit` is executed before the command."""
     code = f"{limit}\n{forked_commands.COMMAND}"
@@ -280,6 +309,7 @@ def test_a_run_folder_without_permission(tmp_path: Path) -> None:
     code = """
 import os, sys
 from pathlib import Path
+from types import SimpleNamespace
 from vitrail.errors import CheckpointError
 from vitrail.training.run_folder import locked
 if os.geteuid() == 0:

@@ -89,7 +89,10 @@ def _read_file(path: Path) -> tuple[Weights, str | None]:
         raise CheckpointError(f"{path} starts like a PyTorch or NumPy file but is truncated; was it copied completely?")
     if start[:1] == b"\x80":
         return _read_pickle(path)
-    raise CheckpointError(f"{path} is not a supported weight file ({', '.join(SUFFIXES)})")
+    raise CheckpointError(
+        f"{path} is not a checkpoint: its content is neither safetensors, nor a PyTorch file, nor a NumPy archive; was "
+        f"it copied completely?"
+    )
 
 
 def _read_zip(path: Path) -> tuple[Weights, str | None]:

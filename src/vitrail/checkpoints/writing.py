@@ -16,7 +16,7 @@ from torch import Tensor
 from vitrail.checkpoints.keys import Weights
 from vitrail.data.sources.contents import CONTENTS
 from vitrail.errors import CheckpointError
-from vitrail.io import flush, follow_umask
+from vitrail.io import flush, follow_umask, full_disk_hint
 
 CHECKPOINT_FILES = ("config.json", "model.safetensors", "README.md", "preprocessor_config.json", CONTENTS)
 """The files of a checkpoint that vitrail writes; only these may be overwritten."""
@@ -123,11 +123,13 @@ def _explained(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(
-            f"{target} could not be written: {error.strerror or error}; nothing was changed"
-        ) from None
+        raise _not_written(target, error.strerror or error, full_disk_hint(error)) from None
     except SafetensorError as error:
-        raise CheckpointError(f"{target} could not be written: {error}; nothing was changed") from None
+        raise _not_written(target, error, full_disk_hint(error)) from None
+
+
+def _not_written(target: Path, reason: object, hint: str) -> CheckpointError:
+    return CheckpointError(f"{target} could not be written: {reason}; nothing was changed{hint}")
 
 
 def write_safetensors(path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:

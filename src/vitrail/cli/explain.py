@@ -73,7 +73,7 @@ def explain(
     from vitrail.explanations.explain import Explainer, check_grid
     from vitrail.explanations.explanation import ending_of, plan_outputs
     from vitrail.explanations.request import ExplanationRequest
-    from vitrail.inference.listing import list_items, read_stdin
+    from vitrail.inference.listing import EMPTY_STDIN, STDIN, list_items, read_stdin
     from vitrail.inference.skipped import SkippedFiles
     from vitrail.text import printable_path, shorten
 
@@ -85,7 +85,8 @@ def explain(
     for text in skipped.messages():
         echo(f"vitrail: {text}", err=True)
     if not items:
-        raise DataError(f"no images in {', '.join(map(printable_path, images))}")
+        places = ", ".join(map(printable_path, images))
+        raise DataError(EMPTY_STDIN if set(images) == {STDIN} else f"no images in {places}")
     ending = ending_of(request, target, grid)
     planned = plan_outputs([item.name for item in items], out, ending, arrays=arrays, overwrite=overwrite)
     explainer = Explainer(open_model(bundle, override, keys), request, target=target, device=device)

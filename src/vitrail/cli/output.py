@@ -2,11 +2,12 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
 import typer
 
+from vitrail.io import writing_to_stdout
 from vitrail.text import printable
 
 Item = TypeVar("Item")
@@ -15,7 +16,8 @@ Item = TypeVar("Item")
 def echo(text: str = "", *, err: bool = False, bold: bool = False) -> None:
     """Print text on stdout or stderr, with control characters escaped."""
     safe = printable(text)
-    typer.echo(typer.style(safe, bold=True) if bold else safe, err=err)
+    with nullcontext() if err else writing_to_stdout():
+        typer.echo(typer.style(safe, bold=True) if bold else safe, err=err)
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[str] = ()) -> None:
@@ -40,9 +42,9 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers
     # Overflow a narrow terminal rather than break names and numbers; never wrap when piped.
     least = sum(widths[:-1]) + 2 * len(widths) + min(widths[-1], 24)
     on_terminal = sys.stdout.isatty()
-    Console(width=max(Console().width, least) if on_terminal else max(least, sum(widths) + 2 * len(widths))).print(
-        table
-    )
+    width = max(Console().width, least) if on_terminal else max(least, sum(widths) + 2 * len(widths))
+    with writing_to_stdout():
+        Console(width=width).print(table)
 
 
 def with_progress(items: Sequence[Item], what: str) -> Iterable[Item]:

@@ -1,6 +1,5 @@
 """`vitrail predict`: classify images."""
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -87,9 +86,6 @@ def predict(
                 overwrite=overwrite,
                 on_progress=None if hidden else on_predicted,
             )
-    except BrokenPipeError:  # the reader closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit from None
     except KeyboardInterrupt:
         if output is not None and not quiet and choose_format(format, output, interactive=False) != "table":
             echo(f"vitrail: stopped; rerun the same command with --resume to resume {output}", err=True)

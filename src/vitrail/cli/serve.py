@@ -182,7 +182,10 @@ def _check_extra() -> None:
 
     missing = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
     if missing:
-        raise ConfigError(f"{' and '.join(missing)} not installed; install with pip install 'vitrail[serve]'")
+        raise ConfigError(
+            f"vitrail serve needs packages that are not installed ({', '.join(missing)}); install them with pip "
+            f"install 'vitrail[serve]'"
+        )
 
 
 def _words(text: str) -> tuple[str, ...]:

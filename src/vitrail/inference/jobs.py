@@ -34,7 +34,7 @@ from vitrail.inference.writing import (
     read_record,
     write_parquet,
 )
-from vitrail.io import read_json, try_lock
+from vitrail.io import full_disk_hint, read_json, try_lock
 from vitrail.runtime import Precision
 from vitrail.text import printable_path
 
@@ -271,4 +271,5 @@ def _explained(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as fault:
-        raise DataError(f"{printable_path(os.fspath(target))} cannot be written: {reason_of(fault)}") from None
+        hint = full_disk_hint(fault, "rerun the same command with --resume")
+        raise DataError(f"{printable_path(os.fspath(target))} cannot be written: {reason_of(fault)}{hint}") from None

@@ -28,6 +28,7 @@ from vitrail.io import open_regular
 from vitrail.text import printable_path
 
 STDIN = "-"
+EMPTY_STDIN = "there are no paths on stdin; pipe them in, one per line, or give files or folders instead of -"
 AT_ONCE = 65_536
 """Number of a folder's names held in memory at a time."""
 _SUFFIXES = frozenset(suffix.encode() for suffix in SUFFIXES)
@@ -55,6 +56,14 @@ def list_items(
 def read_stdin() -> BufferedReader | None:
     """Return the stream that `list_items` reads paths from, if it is open."""
     return None if sys.stdin is None else cast("BufferedReader", sys.stdin.buffer)
+
+
+def nothing_listed(places: Sequence[str], skipped: SkippedFiles) -> DataError:
+    """Return the error for places without any image."""
+    if set(places) == {STDIN}:
+        return DataError(EMPTY_STDIN)
+    endings = ", ".join(sorted(SUFFIXES))
+    return DataError("; ".join([f"no images found; image files end in {endings}", *skipped.messages()]))
 
 
 def is_plain_file(place: str) -> bool:

@@ -27,7 +27,6 @@ from vitrail.checkpoints.load import ready_bundle
 from vitrail.data.batches import default_workers, empty_pixels, prefetch
 from vitrail.data.inputs import Item, fitted
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sources.source import SUFFIXES
 from vitrail.errors import ConfigError, DataError, VitrailError
 from vitrail.inference.classifier import (
     BATCH,
@@ -39,7 +38,7 @@ from vitrail.inference.classifier import (
 )
 from vitrail.inference.completed import count_finished
 from vitrail.inference.jobs import Job, Output, check_target, digest_model, digest_places, earlier_job, is_finished
-from vitrail.inference.listing import is_plain_file, list_items, read_stdin
+from vitrail.inference.listing import is_plain_file, list_items, nothing_listed, read_stdin
 from vitrail.inference.skipped import SkippedFiles
 from vitrail.inference.writing import Format, PredictionRow, Sink, TerminalWriter, choose_format
 from vitrail.runtime import Precision, choose_device
@@ -192,7 +191,11 @@ def predict_files(
     check_precision(precision)
     choose_device(device)
     skipped = SkippedFiles()
-    items = _check_any(list_items(places, stdin=read_stdin(), null=null, skipped=skipped), skipped)
+    items = list_items(places, stdin=read_stdin(), null=null, skipped=skipped)
+    first = next(items, None)
+    if first is None:
+        raise nothing_listed(places, skipped)
+    items = chain([first], items)
     if output is not None and resume and is_finished(output):
         finished = count_finished(output, chosen, items)
         _check_readable(finished)
@@ -244,15 +247,6 @@ def _check_readable(sink: Sink) -> None:
     if sink.done == 1:
         raise DataError(f"the only image, {printable_path(path)}, cannot be read: {error}")
     raise DataError(f"none of the {sink.done:,} images can be read; the first, {printable_path(path)}: {error}")
-
-
-def _check_any(items: Iterator[Item], skipped: SkippedFiles) -> Iterator[Item]:
-    """Raise if there are no images."""
-    first = next(items, None)
-    if first is None:
-        endings = ", ".join(sorted(SUFFIXES))
-        raise DataError("; ".join([f"no images found; image files end in {endings}", *skipped.messages()]))
-    return chain([first], items)
 
 
 def _resolve_precision(

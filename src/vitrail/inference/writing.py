@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, Protocol, Self, get_args
 from vitrail.data.inputs import Item
 from vitrail.data.sources.parquet import import_pyarrow
 from vitrail.errors import ConfigError, suggest
+from vitrail.io import writing_to_stdout
 from vitrail.text import percent, printable, printable_path
 
 Format = Literal["table", "jsonl", "csv", "parquet"]
@@ -224,8 +225,9 @@ class TerminalWriter(Sink):
     def _put(self, text: bytes) -> None:
         if sys.stdout.isatty():  # files and pipes get the raw text
             text = printable(text.decode("utf-8", "surrogateescape")).encode("utf-8", "replace")
-        sys.stdout.buffer.write(text)
-        sys.stdout.buffer.flush()
+        with writing_to_stdout():
+            sys.stdout.buffer.write(text)
+            sys.stdout.buffer.flush()
 
 
 # ── reading rows back ──

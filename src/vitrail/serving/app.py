@@ -18,7 +18,7 @@ from vitrail.serving.batching import QueueSlot
 from vitrail.serving.connections import client_key
 from vitrail.serving.decoders import Decoders
 from vitrail.serving.files import page_files, sample_list
-from vitrail.serving.http_errors import ClientDisconnected, HttpError, as_http_error
+from vitrail.serving.http_errors import ClientDisconnected, HttpError, as_http_error, method_not_allowed
 from vitrail.serving.lifecycle import Counters, Lifecycle
 from vitrail.serving.middleware import Middleware, as_json
 from vitrail.serving.model_registry import ModelRegistry, ServedModel
@@ -268,7 +268,7 @@ class Service:
         if static is None:
             raise HttpError(404, "not found")
         if request.method not in ("GET", "HEAD"):
-            raise HttpError(405, "method not allowed", allow="GET, HEAD")
+            raise method_not_allowed("GET, HEAD")
         headers = {"cache-control": "no-cache", "etag": static.etag}
         if request.headers.get("if-none-match") == static.etag:
             return Response(status_code=304, headers=headers)

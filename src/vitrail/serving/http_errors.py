@@ -23,6 +23,12 @@ class HttpError(Exception):
         """The HTTP methods this path supports."""
 
 
+def method_not_allowed(allow: str) -> HttpError:
+    """Return the error for another method than those in `allow`, the value of the Allow header."""
+    methods = " or ".join(sorted(method.strip() for method in allow.split(",")))
+    return HttpError(405, f"method not allowed; use {methods}", allow=allow)
+
+
 class ClientDisconnected(Exception):  # noqa: N818 - named for what happened
     """The client closed the connection before the response."""
 

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vitrail.errors import VitrailError
-from vitrail.serving.http_errors import ClientDisconnected, HttpError, as_http_error
+from vitrail.serving.http_errors import ClientDisconnected, HttpError, as_http_error, method_not_allowed
 from vitrail.serving.lifecycle import Counters, Lifecycle
 from vitrail.serving.settings import MEGABYTE, Settings
 
@@ -244,8 +244,9 @@ class _Exchange:
         if isinstance(error, VitrailError):
             return as_http_error(error)
         if isinstance(error, HTTPException):
-            message = _MESSAGES.get(error.status_code, "the request failed")
-            return HttpError(error.status_code, message, allow=(error.headers or {}).get("Allow"))
+            if error.status_code == 405:
+                return method_not_allowed((error.headers or {}).get("Allow", ""))
+            return HttpError(error.status_code, "not found" if error.status_code == 404 else "the request failed")
         _log.error("fault", exc_info=error, extra={"fields": {"request_id": self.id, "path": self.path[:200]}})
         return HttpError(500, "internal error; see the service's log", reason="fault")
 

@@ -15,6 +15,7 @@ from vitrail.text import printable
 from vitrail.training.criterion import COLUMNS, TITLES, Criterion
 from vitrail.training.defaults import ResolvedDefault
 from vitrail.training.display import Status, defaults_lines, defaults_table
+from vitrail.training.run_folder import not_written
 
 PLAIN_INTERVAL = 15.0
 """Seconds between plain progress lines."""
@@ -30,7 +31,8 @@ class RunConsole:
         self, folder: Path, *, quiet: bool = False, compiled: bool = False, printed: set[str] | None = None
     ) -> None:
         """`printed`: messages about the data that earlier runs printed; this run only logs those, and adds its own."""
-        self.log = (folder / "log.txt").open("a", encoding="utf-8")
+        self.log_file = folder / "log.txt"
+        self.log = self.log_file.open("a", encoding="utf-8")
         self.quiet = quiet
         self.printed = set() if printed is None else printed
         self.console = Console(stderr=True, highlight=False)
@@ -54,11 +56,12 @@ class RunConsole:
         text = printable(text)
         self._print(text, Text(text), wrap=False)  # a wrapped path cannot be copied
 
-    def data_note(self, text: str, *, loud: bool = False) -> None:
-        """Print a message about the data: only once, however many runs a sweep has."""
+    def data_note(self, text: str, *, loud: bool = False, topic: str | None = None) -> None:
+        """Print a message about the data or the machine: only once per text or topic, however many runs a sweep has."""
         text = printable(f"WARNING: {text}" if loud else text)
-        self._print(text, Text(text, "bold yellow" if loud else ""), wrap=False, shown=text not in self.printed)
-        self.printed.add(text)
+        topic = text if topic is None else topic
+        self._print(text, Text(text, "bold yellow" if loud else ""), wrap=False, shown=topic not in self.printed)
+        self.printed.add(topic)
 
     def defaults(self, defaults: Sequence[ResolvedDefault]) -> None:
         """Print the resolved defaults with their reasons."""
@@ -105,8 +108,11 @@ class RunConsole:
         return self.status.waiting_fraction if self.status.row else None
 
     def _print(self, plain: str, rich_text: RenderableType, *, wrap: bool = True, shown: bool = True) -> None:
-        self.log.write(f"{plain}\n")
-        self.log.flush()
+        try:
+            self.log.write(f"{plain}\n")
+            self.log.flush()
+        except OSError as error:
+            raise not_written(self.log_file, error) from None
         if not shown:
             return
         if self.on_terminal:

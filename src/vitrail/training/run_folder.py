@@ -18,6 +18,7 @@ from vitrail.errors import CheckpointError, ConfigError
 from vitrail.io import (
     ContentError,
     atomic_write,
+    full_disk_hint,
     lock_file,
     open_regular,
     parse_json,
@@ -27,6 +28,7 @@ from vitrail.io import (
     read_toml,
 )
 from vitrail.training.recipe import Recipe, write_toml
+from vitrail.training.state import RESUME
 
 T = TypeVar("T")
 
@@ -127,6 +129,12 @@ def corrupt(path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"{path} {what}, so the run cannot be resumed; restore the file, or choose another --run")
 
 
+def not_written(path: Path, error: OSError) -> CheckpointError:
+    """Return the error for a file that a run needs and cannot write."""
+    reason, hint = error.strerror or error, full_disk_hint(error, RESUME)
+    return CheckpointError(f"{path} could not be written: {reason}{hint}")
+
+
 def check_outside_data(folder: Path, origin: Origin) -> None:
     """Raise if the run folder is inside the data, where its subfolders would be read as classes."""
     data = Path(origin.data)
@@ -151,7 +159,8 @@ def _lock(folder: Path, stack: contextlib.ExitStack) -> None:
     except BlockingIOError:
         raise ConfigError(f"the run folder {folder} is in use by another process; wait, or choose --run") from None
     except OSError as error:
-        raise CheckpointError(f"the run folder {folder} cannot be written: {error.strerror or error}") from None
+        hint = full_disk_hint(error, RESUME)
+        raise CheckpointError(f"the run folder {folder} cannot be written: {error.strerror or error}{hint}") from None
 
 
 def keep_recipe(folder: Path, recipe: Recipe) -> None:
@@ -195,7 +204,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
         with atomic_write(path) as temporary:
             yield temporary
     except OSError as error:
-        raise CheckpointError(f"{path} could not be written: {error.strerror or error}") from None
+        raise not_written(path, error) from None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -223,7 +232,7 @@ class MetricsFile:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
         except OSError as error:
-            raise CheckpointError(f"{self.path} could not be written: {error.strerror or error}") from None
+            raise not_written(self.path, error) from None
 
     @staticmethod
     def read(folder: Path) -> list[dict[str, Any]]:

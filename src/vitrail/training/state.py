@@ -23,11 +23,13 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from vitrail.errors import CheckpointError
-from vitrail.io import file_digest, flush, follow_umask, read_json
+from vitrail.io import file_digest, flush, follow_umask, full_disk_hint, read_json
 from vitrail.training.averaging import Average
 from vitrail.training.distributed import Ranks
 
 KEPT = 2
+RESUME = "rerun the same command to resume"
+"""What to do once a problem of the machine is solved."""
 
 
 @dataclass
@@ -99,7 +101,8 @@ def save_state(folder: Path, state: State, setting: Setting) -> None:
         reason = getattr(error, "strerror", None) or error
         kept = _states(folder)
         then = f"the one of step {int(kept[-1].name):,} is intact" if kept else "no earlier state was saved"
-        raise CheckpointError(f"the training state could not be saved in {folder}: {reason}; {then}") from None
+        hint = full_disk_hint(error, RESUME)
+        raise CheckpointError(f"the training state could not be saved in {folder}: {reason}; {then}{hint}") from None
     for old in _states(folder)[:-KEPT]:
         shutil.rmtree(old, ignore_errors=True)
 

@@ -10,16 +10,17 @@ from typing import Any, Literal
 import torch
 
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.data.batches import default_workers
+from vitrail.data.batches import BadFiles, default_workers
 from vitrail.data.cache import CacheSize, cached
 from vitrail.data.checking.check import quick_check
+from vitrail.data.checking.findings import Unreadable, them
 from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.source import place_of
 from vitrail.data.sources.splits import Splits
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation import Evaluation
 from vitrail.io import read_json
-from vitrail.runtime import Precision, choose_device, faster_in_bf16, process_group, repeatable
+from vitrail.runtime import Precision, busy_cpu_note, choose_device, faster_in_bf16, process_group, repeatable
 from vitrail.training.auto_batch import fit_batch_to_memory, memory_limit
 from vitrail.training.console import RunConsole, SilentConsole
 from vitrail.training.defaults import ResolvedDefault, TrainingPlan, before_training, describe_data, resolve_defaults
@@ -173,11 +174,14 @@ def _introduce(
 ) -> None:
     """Print the plan, and write split.json, check.json and the samples."""
     if not (place / SPLIT).exists():
-        _check_data(console, place, splits, plan.model.image_size[0])
+        _check_data(console, place, splits, plan.model.image_size[0], plan.recipe.data.bad_files)
         write_json(place / SPLIT, splits.record)
         console.defaults(plan.defaults)
         for text in advice:
             console.data_note(text, loud=True)
+        busy = busy_cpu_note(device)
+        if busy is not None:
+            console.data_note(busy, topic="busy CPU")
     elif read_in_run(place / SPLIT, read_json) != json.loads(json.dumps(splits.record)):
         raise DataError(
             f"the data has changed since the run in {place} started: images were added, removed or renamed; choose "
@@ -189,10 +193,12 @@ def _introduce(
     console.note(f"run folder {place}: {steps} in {precision}, {len(splits.train):,} training images")
 
 
-def _check_data(console: RunConsole, place: Path, splits: Splits, size: int) -> None:
-    """Run the quick data check, save its findings, and print the serious ones."""
+def _check_data(console: RunConsole, place: Path, splits: Splits, size: int, bad_files: BadFiles) -> None:
+    """Run the quick data check, save its findings, and print the serious ones; an unreadable image may stop the run."""
     report = quick_check(splits, size=size)
     write_json(place / CHECK, report.as_dict())
+    if bad_files == "refuse" and report.unreadable:
+        raise _refused(report.unreadable)
     if report.contents is not None:
         report.contents.save(place)
     console.data_note(report.summary)
@@ -201,6 +207,16 @@ def _check_data(console: RunConsole, place: Path, splits: Splits, size: int) -> 
             some = ", ".join(finding.details[:2]) + (", …" if len(finding.details) > 2 else "")
             details = f" ({some})" if some else ""
             console.data_note(f"{finding.text}{details}; {finding.advice}", loud=True)
+
+
+def _refused(unreadable: Sequence[Unreadable]) -> DataError:
+    """Return the error for unreadable images with `bad_files = "refuse"`."""
+    first, count = unreadable[0], len(unreadable)
+    more = "" if count == 1 else f", the first of {count:,} such images"
+    return DataError(
+        f"{first.image.name} cannot be read: {first.reason}{more}; fix or remove {them(count)}, or train with --set "
+        f"data.bad_files=skip"
+    )
 
 
 def _cached(splits: Splits, plan: TrainingPlan, context: RunContext) -> Splits:
