@@ -32,7 +32,8 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 DRAWINGS = sorted((DOCS / "drawings").glob("*.svg"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-LARGEST_DRAWING = 200_000
+SCREENSHOTS = [DOCS / "drawings" / "explorer.png", DOCS / "drawings" / "report.png"]
+LARGEST_DRAWING, LARGEST_SCREENSHOT = 200_000, 300_000
 
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -217,6 +218,19 @@ def test_a_drawing_is_self_contained(path: Path) -> None:
     assert min(float(size) for size in re.findall(r'font-size="([\d.]+)"', text)) >= 13
     fetched = re.findall(r'(?:href|src)="(?!data:|#)[^"]*"|url\((?!#)|@import|@font-face|<script', text)
     assert fetched == []
+
+
+@pytest.mark.parametrize("path", SCREENSHOTS, ids=name_of)
+def test_screenshots_are_small_and_used(path: Path) -> None:
+    with Image.open(path) as image:
+        assert image.width >= 1280
+    assert path.stat().st_size < LARGEST_SCREENSHOT
+    assert f"](docs/drawings/{path.name})" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_every_image_has_alt_text() -> None:
+    for page in PAGES:
+        assert "![](" not in page.read_text(encoding="utf-8"), name_of(page)
 
 
 def test_the_drawing_shows_the_shapes_of_the_model() -> None:

@@ -112,6 +112,11 @@ def test_ticks_are_round(axis: Axis, labels: list[str]) -> None:
     assert [axis.format(tick) for tick in axis.ticks()] == labels
 
 
+def test_a_low_chart_still_shows_its_scale() -> None:
+    assert Axis(0, 7.3).ticks(3) == pytest.approx([0, 2, 4, 6])
+    assert Axis(0.5, 2.5, unit="integer").ticks(3) == [1, 2], "no fractions of an integer"
+
+
 def test_short_numbers() -> None:
     assert [short(value) for value in (0, 0.5, 12000, 5e-4, 1 / 3, 2.5e7)] == [
         "0", "0.5", "12,000", "5e-4", "0.3333", "2.5e7",
@@ -162,12 +167,13 @@ def test_reliability_bars_show_the_accuracy() -> None:
 
 
 def test_the_gap_of_an_overconfident_bin_is_drawn() -> None:
-    def gaps(accuracy: float) -> int:
+    def gaps(accuracy: float) -> tuple[int, bool]:
         svg = reliability_diagram([Bin(0.8, 0.9, 10, 0.85, accuracy)])
-        return sum(rect.get("class") == "fill2 pale" for rect in ET.fromstring(svg).iter(f"{SVG}rect"))
+        drawn = sum(rect.get("class") == "fill2 pale" for rect in ET.fromstring(svg).iter(f"{SVG}rect"))
+        return drawn, "gap to confidence" in texts(svg)
 
-    assert gaps(0.5) == 1
-    assert gaps(0.9) == 0
+    assert gaps(0.5) == (1, True)
+    assert gaps(0.9) == (0, False), "the legend names only what is drawn"
 
 
 def test_escape_covers_attributes() -> None:

@@ -147,7 +147,7 @@ def test_a_pointer_move_shows_the_attention_of_the_patch(seen: Visit, bundles: d
         output = seen.part("readout").inner_text()
         token = {0: "class token", 1: "register 0"}.get(best, f"patch {(best - 2) // 4},{(best - 2) % 4}")
         assert f"attends most to {'itself' if best == 2 + place else token}: " in output
-        number = re.search(r": ([\d.]+) %\.", output)
+        number = re.search(r": ([\d.]+)%\.", output)
         assert number is not None
         assert abs(float(number[1]) - 100 * float(row[best])) <= 0.6
     assert len(images) == 16, "each patch has a map of its own"

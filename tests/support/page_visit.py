@@ -43,6 +43,7 @@ def service(models: dict[str, Path], **changes: Any) -> Iterator[str]:
     made = Service(Settings(models=named, device="cpu", log_requests=False, **changes))
     place = socket.socket()
     place.bind(("127.0.0.1", 0))
+    place.listen()  # the first connections wait until the models are loaded
     server = uvicorn.Server(uvicorn.Config(made.app, http="h11", ws="none", lifespan="off", log_config=None))
 
     async def run() -> None:

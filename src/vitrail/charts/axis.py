@@ -40,9 +40,14 @@ class Axis(NamedTuple):
             if len(inside) > 1:
                 return inside
             # Over such a short range the axis is nearly linear, and round numbers are between the powers.
-        step = _round_step((self.high - self.low) / max(limit - 1, 1), integer=self.unit == "integer")
-        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
-        return [index * step for index in range(first, last + 1)]
+        ticks = []
+        for count in (limit, limit + 1, limit + 2):  # one or two ticks would not show a scale
+            step = _round_step((self.high - self.low) / max(count - 1, 1), integer=self.unit == "integer")
+            first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+            ticks = [index * step for index in range(first, last + 1)]
+            if len(ticks) > 2:
+                break
+        return ticks
 
     def format(self, value: float) -> str:
         """Format a value as a tick label."""

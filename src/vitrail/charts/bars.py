@@ -83,7 +83,8 @@ def reliability_diagram(
     if not full:
         return empty_drawing(title, "no predictions", width=width, height=height, standalone=standalone)
     confidence = Axis(0, 1, "confidence", unit="percent")
-    names, top = legend([("accuracy", 1, False), ("gap to confidence", 2, False)], width)
+    gap = [("gap to confidence", 2, False)] if any(_overconfident(one) for one in full) else []
+    names, top = legend([("accuracy", 1, False), *gap], width)
     below = 62
     place = panel(width, height - below, confidence._replace(label=""), Axis(0, 1, "accuracy", unit="percent"), top=top)
     counts = Panel(place.left, place.top + place.height + 30, place.width, below - 26, confidence, Axis(0, 1))
@@ -107,12 +108,16 @@ def _reliability_bar(one: Bin, place: Panel, counts: Panel, most: int) -> str:
     wide = place.across(one.high) - left - 1
     kind = "fill1" if one.predictions >= FEW else "fill1 faded"
     elements = [_rect(kind, left, place.down(accuracy), wide, place.down(0) - place.down(accuracy))]
-    if confidence > accuracy:  # overconfident
+    if _overconfident(one):
         gap = place.down(accuracy) - place.down(confidence)
         elements.append(_rect("fill2 pale", left, place.down(confidence), wide, gap))
     high = max(1.0, counts.height * one.predictions / most)
     elements.append(_rect("fill1 pale", left, counts.top + counts.height - high, wide, high))
     return f"<g>{titled(_tooltip(one))}{''.join(elements)}</g>"
+
+
+def _overconfident(one: Bin) -> bool:
+    return (one.confidence or 0.0) > (one.accuracy or 0.0)
 
 
 def _rect(kind: str, x: float, y: float, width: float, height: float) -> str:

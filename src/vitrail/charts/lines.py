@@ -64,6 +64,7 @@ def scatter(
     log: bool = False,
     x_unit: Unit = "number",
     y_unit: Unit = "number",
+    x_low: float | None = None,
     y_low: float | None = None,
     y_high: float | None = None,
     radius: float = 3.5,
@@ -72,7 +73,7 @@ def scatter(
     standalone: bool = True,
 ) -> str:
     """Draw points, over `lines` for comparison."""
-    axes = _axes([*series, *lines], x_label, y_label, log, (x_unit, y_unit), y_low, y_high)
+    axes = _axes([*series, *lines], x_label, y_label, log, (x_unit, y_unit), y_low, y_high, x_low)
     if axes is None:
         return empty_drawing(title, "nothing to draw", width=width, height=height, standalone=standalone)
     named = [(one.name, one.colour, one.dashed) for one in [*series, *lines] if one.name]
@@ -122,12 +123,14 @@ def _axes(
     units: tuple[Unit, Unit],
     low: float | None,
     high: float | None,
+    start: float | None = None,
 ) -> tuple[Axis, Axis] | None:
     xs = finite([value for one in series for value in one.x])
     ys = finite([value for one in series for value in one.y])
     if not xs or not ys:
         return None
-    start = 0.0 if 0 <= min(xs) <= 0.25 * max(xs) else min(xs)
+    if start is None:
+        start = 0.0 if 0 <= min(xs) <= 0.25 * max(xs) else min(xs)
     x = around(xs, label=x_label, unit=units[0], low=start, high=max(xs) if max(xs) > start else None)
     return x, around(ys, label=y_label, log=log, unit=units[1], low=low, high=high)
 

@@ -210,6 +210,8 @@ def _element(body: str, title: str, description: str, width: float, height: floa
         else ""
     )
     size = f'width="{number(width)}" height="{number(height)}"'
+    if standalone:  # in a browser, the window around the drawing gets its colour, too
+        size += ' style="background:var(--chart-paper)"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" role="img" aria-label="{escape(title)}" '
         f'viewBox="0 0 {number(width)} {number(height)}" {size}>'

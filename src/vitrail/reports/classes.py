@@ -209,8 +209,8 @@ def calibration(run: Record) -> Section:
         f"The mean confidence is {as_percent(confidence)} and the accuracy {as_percent(result.top1)}. {tends}",
         f"The expected calibration error, the mean gap between confidence and accuracy over {len(result.reliability)} "
         f"bins, is {as_percent(result.ece)}.",
-        "On the dotted line, accuracy equals confidence; bars that end below it are overconfident. The numbers at the "
-        f"bottom count the predictions in each bin; pale bars have fewer than {FEW}, so their height is uncertain.",
+        "On the dotted line, accuracy equals confidence; bars that end below it are overconfident. The histogram "
+        f"below counts the predictions in each bin; pale bars have fewer than {FEW}, so their height is uncertain.",
     ]
     body = f'<div class="pair">{chart(drawn)}<div>{"".join(map(paragraph, sentences))}</div></div>'
     return Section("calibration", "Calibration", title, body)

@@ -30,6 +30,8 @@ def data(run: Record) -> Section:
         f"<h3>Findings of the data check</h3><ul>{findings}</ul>"
         if findings
         else paragraph("The data check found no problems.")
+        if not where  # the summary says it already
+        else ""
     )
     if check.looked_at < check.images:
         text += paragraph(

@@ -88,7 +88,7 @@ def curve_charts(rows: Rows) -> tuple[str, str, str, str]:
         over_steps("Loss", loss, log=wide(rows)),
         over_steps("Accuracy", accuracy, unit="percent", low=0.0, high=1.0),
         over_steps("Learning rate", [line("", curve(rows, "lr"), 3)], low=0.0, height=LOW),
-        over_steps("Gradient norm", noisy("", curve(rows, "gradient_norm"), 4), height=LOW),
+        over_steps("Gradient norm", noisy("", curve(rows, "gradient_norm"), 4), low=0.0, height=LOW),
     )
 
 

@@ -135,6 +135,7 @@ def _drawn(distances: NDArray[np.float64], even: float, *, standalone: bool) -> 
         x_label="block",
         y_label="pixels",
         x_unit="integer",
+        x_low=0.5,  # there is no block 0
         y_low=0.0,
         # In a page the text must be legible on a phone, too.
         width=640 if standalone else 440,

@@ -22,8 +22,8 @@ export const byId = (id) => document.getElementById(id);
 /** Format a fraction as a percentage, with a sensible number of digits. */
 export function percent(fraction) {
   const number = 100 * fraction;
-  if (number > 0 && number < 0.1) return "< 0.1 %";
-  return `${number.toFixed(number < 10 || (number > 99 && number < 100) ? 1 : 0)} %`;
+  if (number > 0 && number < 0.1) return "< 0.1%";
+  return `${number.toFixed(number < 10 || (number > 99 && number < 100) ? 1 : 0)}%`;
 }
 
 export const formatCount = (number) => number.toLocaleString("en");

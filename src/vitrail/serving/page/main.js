@@ -217,7 +217,7 @@ function showControls() {
   }
   byId("method-help").textContent = METHOD_TEXT[state.method][1];
   byId("opacity").value = Math.round(100 * state.opacity);
-  byId("opacity-value").textContent = `${Math.round(100 * state.opacity)} %`;
+  byId("opacity-value").textContent = `${Math.round(100 * state.opacity)}%`;
   byId("grid").checked = state.grid;
   byId("compare").value = state.other ?? "";
   markSample(state.image);
