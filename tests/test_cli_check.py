@@ -44,7 +44,7 @@ def test_good_data(run: RunCommand, data: Path) -> None:
     assert "cat        7    1     2" in lines
     assert any(line.startswith("    32–63  ██████") and line.endswith(" 20") for line in lines)
     assert "all JPEG; all colour" in done.out
-    assert "Not looked for: near-duplicates: the same image cropped, resized or re-encoded.\n" in done.out
+    assert "Not checked: near-duplicates: the same image cropped, resized or re-encoded.\n" in done.out
     assert "images/s per worker" in done.out
     assert [line.split()[0] for line in lines if line.strip().startswith(("100 ", "1,000 ", "5,000 "))] == [
         "100",

@@ -1,15 +1,17 @@
 """File helpers: read regular files only, write atomically, lock, compute digests.
 
 Errors are an `OSError` from the system, or a `ContentError` if the content is invalid; callers turn them into a
-`VitrailError`.
+`VitrailError`. Only stdout is known here, so `writing_to_stdout` raises a `DataError` itself.
 """
 
 import errno
+import functools
 import hashlib
 import io
 import json
 import os
 import stat
+import tempfile
 import tomllib
 import weakref
 from collections.abc import Iterator
@@ -23,6 +25,10 @@ MAX_TEXT = 1 << 30
 """The largest text file that is read at once, in bytes; the split.json of ten million images is smaller."""
 MAX_NESTING = 100
 """The deepest nesting of a JSON or TOML file: far above any config, far below Python's recursion limit."""
+WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK)
+"""Errors of a file system without locks."""
+PARTIAL = ".part"
+"""The suffix of files that are being written."""
 DIGEST = "sha256"
 """The fastest cryptographic hash in the standard library on CPUs with SHA instructions (docs/results.md); `sha256sum`
 can verify it."""
@@ -153,7 +159,9 @@ def file_digest(path: str | os.PathLike[str]) -> str:
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Write a file atomically: yield a temporary path; on success, rename it to `path` with default permissions."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=PARTIAL, dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
     try:
         yield temporary
         follow_umask(temporary)
@@ -164,19 +172,31 @@ def atomic_write(path: Path) -> Iterator[Path]:
         raise
 
 
+def remove_partial_files(folder: Path) -> None:
+    """Remove what `atomic_write` left in a folder when a process was killed; no other process may be writing there."""
+    for file in folder.glob(f".*{PARTIAL}"):
+        with suppress(OSError):
+            file.unlink()
+
+
 @contextmanager
 def lock_file(path: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold a lock file; if another process holds it, wait or raise `BlockingIOError`.
 
-    Forked workers do not keep the lock: they outlive a killed process for some seconds.
+    The file stays. Forked workers do not keep the lock: they outlive a killed process for some seconds. A file system
+    without locks locks nothing.
     """
     from filelock import FileLock, Timeout
 
-    lock = FileLock(path, timeout=-1 if wait else 0)
+    path.touch()
+    lock = FileLock(path, timeout=-1 if wait else 0, fallback_to_soft=False)
     try:
         lock.acquire()
     except Timeout:
         raise BlockingIOError(errno.EAGAIN, "it is in use by another process") from None
+    except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            raise
     try:
         yield
     finally:
@@ -186,22 +206,28 @@ def lock_file(path: Path, *, wait: bool = False) -> Iterator[None]:
 def try_lock(file: io.FileIO) -> bool:
     """Lock an open file until it is closed; return False if another process holds the lock.
 
-    Forked workers close the file, so that they do not keep the lock.
+    Forked workers close the file, so that they do not keep the lock. On a file system without locks, nothing is locked.
     """
     from filelock import lock_descriptor
 
-    reference = weakref.ref(file)
-
-    def close_in_child() -> None:
-        if (inherited := reference()) is not None:
-            inherited.close()
-
-    if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
-        os.register_at_fork(after_in_child=close_in_child)
+    _files_closed_in_workers().add(file)
     try:
         return lock_descriptor(file.fileno(), blocking=False)
-    except OSError:  # a file system without locks
+    except OSError:
         return True
+
+
+@functools.cache
+def _files_closed_in_workers() -> weakref.WeakSet[io.FileIO]:
+    files: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
+
+    def close() -> None:
+        for file in list(files):
+            file.close()
+
+    if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+        os.register_at_fork(after_in_child=close)
+    return files
 
 
 def follow_umask(*paths: Path) -> None:

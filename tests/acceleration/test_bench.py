@@ -61,7 +61,7 @@ def test_cells_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
     # The two alternate: each round starts with the batch of 1.
     assert sum(before == 7 and after == 1 for before, after in itertools.pairwise(requested)) >= ROUNDS // 2
     assert calls[-1] == (2 * ROUNDS, 2 * ROUNDS)
-    assert not result.left_out
+    assert not result.skipped
 
 
 def test_missing_engines_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,12 +73,12 @@ def test_missing_engines_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert [(cell.engine, cell.precision) for cell in result.cells] == [("torch", "float32"), ("torch", "bf16")]
     assert result.cells[1].change > 0
-    assert [(left.engine, left.precision) for left in result.left_out] == [
+    assert [(left.engine, left.precision) for left in result.skipped] == [
         ("onnx", "float32"),
         ("onnx", "bf16"),
         ("openvino", None),
     ]
-    assert result.left_out[2].reason == "openvino is not installed; install it with pip install 'vitrail[openvino]'"
+    assert result.skipped[2].reason == "openvino is not installed; install it with pip install 'vitrail[openvino]'"
 
 
 def test_a_batch_beyond_memory_is_not_created() -> None:
@@ -93,8 +93,8 @@ def test_a_batch_beyond_memory_is_not_created() -> None:
         seconds=0.1,
     )
     assert not result.cells
-    assert result.left_out[0].batch == 10**12
-    assert "a batch of 1,000,000,000,000 would take about" in result.left_out[0].reason
+    assert result.skipped[0].batch == 10**12
+    assert "a batch of 1,000,000,000,000 would take about" in result.skipped[0].reason
 
 
 def test_an_engine_with_non_finite_output_is_skipped() -> None:
@@ -110,7 +110,7 @@ def test_an_engine_with_non_finite_output_is_skipped() -> None:
         seconds=0.01,
     )
     assert [cell.precision for cell in result.cells] == ["float32"]
-    (left,) = result.left_out
+    (left,) = result.skipped
     assert (left.precision, left.batch, left.reason) == ("fp16", None, "its output is not finite")
 
 
@@ -126,8 +126,8 @@ def test_slow_cells_are_skipped() -> None:
         seconds=0.001,
     )
     assert [cell.batch for cell in result.cells] == [1]
-    assert result.left_out[0].batch == 4096
-    assert result.left_out[0].reason.startswith("a batch of 4,096 would take about ")
+    assert result.skipped[0].batch == 4096
+    assert result.skipped[0].reason.startswith("a batch of 4,096 would take about ")
 
 
 def test_the_model_is_not_modified() -> None:
@@ -202,4 +202,4 @@ def test_on_a_gpu() -> None:
         ("torch", "bf16"),
         ("torch", "fp16"),
     }
-    assert {left.engine for left in result.left_out} == {"onnx", "openvino"}, result.left_out
+    assert {left.engine for left in result.skipped} == {"onnx", "openvino"}, result.skipped

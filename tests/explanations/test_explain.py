@@ -111,9 +111,9 @@ def test_other_than_three_channels() -> None:
         (
             "class first",
             {"method": "attention", "query": "3,0"},
-            "no patch in row 3, column 0: this model has rows 0 to 2",
+            "row 3, column 0 is outside the patch grid: this model has rows 0 to 2",
         ),
-        ("class first", {"method": "attention", "query": (0, -1)}, "no patch in row 0, column -1"),
+        ("class first", {"method": "attention", "query": (0, -1)}, "row 0, column -1 is outside the patch grid"),
         (
             "class first",
             {"method": "rollout", "query": "register:0"},

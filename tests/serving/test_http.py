@@ -242,7 +242,14 @@ BAD = [
     ("a head out of range", "/v1/explain?method=attention&head=2", image(), PNG, 422, "head 2 does not exist"),
     ("an unknown method", "/v1/explain?method=guess", image(), PNG, 422, "method is 'guess'"),
     ("an unknown class", "/v1/explain?target=cow", image(), PNG, 422, "no class 'cow'"),
-    ("an unknown token", "/v1/explain?method=attention&query=9,9", image(), PNG, 422, "no patch in row 9"),
+    (
+        "an unknown token",
+        "/v1/explain?method=attention&query=9,9",
+        image(),
+        PNG,
+        422,
+        "row 9, column 9 is outside the patch grid",
+    ),
     (
         "text that is no text",
         "/v1/predict",

@@ -263,8 +263,6 @@ def _execute(code: str) -> NoReturn:
 
 
 PRELOADED = (
-    "matplotlib.figure",
-    "matplotlib.backends.backend_agg",
     "pyarrow.parquet",
     "tensorboard.compat.proto.event_pb2",
     "torch._dynamo",  # the first optimizer imports it

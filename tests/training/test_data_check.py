@@ -43,8 +43,8 @@ def test_training_reports_conflicting_labels_duplicates_and_skipped_files(photos
     names = {copies["kind"]: [Path(one["name"]).name for one in copies["images"]] for copies in check["duplicates"]}
     assert names["conflicting"] == ["0.png", "other.png"] or names["conflicting"] == ["other.png", "0.png"]
     assert len(check["duplicates"]) == 2
-    assert (check["compared"], check["looked_at"], check["images"], check["decoded"]) == (18, 18, 18, False)
-    assert "corruption after the header of a file" in check["not_looked_for"]
+    assert (check["compared"], check["checked"], check["images"], check["decoded"]) == (18, 18, 18, False)
+    assert "corruption after the header of a file" in check["not_checked"]
     log = (folder / "log.txt").read_text()
     assert "18 images in 2 classes (headers of 18 read, contents of 18 compared); 1 file misnamed, 1 duplicate" in log
     assert "\nWARNING: 1 duplicate with different labels (" in log

@@ -1,6 +1,8 @@
 """test_predictions.parquet: the prediction for each image behind the result."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -64,14 +66,19 @@ def test_it_agrees_with_the_summary(tmp_path: Path) -> None:
     assert "vitrail[train]" not in (run.folder / "log.txt").read_text()
 
 
-def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = source_of(2, 4)
     predictions = Predictions(
         np.full((4, 2), 0.5, np.float32), source.labels, np.arange(4), (BadImage("image 5", "empty"),)
     )
     path = tmp_path / "test_predictions.parquet"
     path.write_text("as it was")
-    (tmp_path / ".test_predictions.parquet.part").mkdir()
+
+    def full_disk(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("pyarrow.parquet.write_table", full_disk)
     with pytest.raises(CheckpointError, match=r"test_predictions\.parquet could not be written"):
         write_test_predictions(predictions, source, path)
     assert path.read_text() == "as it was"
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]

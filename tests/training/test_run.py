@@ -309,7 +309,6 @@ def test_a_run_folder_without_permission(tmp_path: Path) -> None:
     code = """
 import os, sys
 from pathlib import Path
-from types import SimpleNamespace
 from vitrail.errors import CheckpointError
 from vitrail.training.run_folder import locked
 if os.geteuid() == 0:

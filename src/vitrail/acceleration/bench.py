@@ -56,13 +56,13 @@ class Bench(NamedTuple):
     """The results of a benchmark."""
 
     cells: list[Cell]
-    left_out: list[Skipped]
+    skipped: list[Skipped]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the results as JSON-compatible values."""
         return {
             "cells": [cell._asdict() for cell in self.cells],
-            "left_out": [left._asdict() for left in self.left_out],
+            "skipped": [left._asdict() for left in self.skipped],
         }
 
 
@@ -118,7 +118,7 @@ def run_benchmark(
     usual: tuple[Precision, ...] = ("float32", "bf16", "fp16") if device.type == "cuda" else ("float32", "bf16")
     report = on_progress or _ignore_progress
     with quiet():  # bf16 on a CPU without support prints long warnings
-        opened, left_out = _open_all(model, preprocess, device, engines, precisions or usual)
+        opened, skipped = _open_all(model, preprocess, device, engines, precisions or usual)
         exact = open_engine(model, preprocess, device=device)
         running, not_run = _start_all(opened, exact, model, batches, seconds)
         for number in range(ROUNDS):
@@ -127,7 +127,7 @@ def run_benchmark(
                 if sum(cell.times) <= seconds * number / ROUNDS:
                     cell.run_for(seconds / ROUNDS)
                 report(number * len(running) + index + 1, ROUNDS * len(running))
-    return Bench([cell.result() for cell in running], [*left_out, *not_run])
+    return Bench([cell.result() for cell in running], [*skipped, *not_run])
 
 
 def _check(batches: Sequence[int], seconds: float) -> None:
@@ -145,20 +145,20 @@ def _open_all(
     precisions: Sequence[Precision],
 ) -> tuple[list[Engine], list[Skipped]]:
     opened: list[Engine] = []
-    left_out: list[Skipped] = []
+    skipped: list[Skipped] = []
     for kind in dict.fromkeys(engines):
         for precision in dict.fromkeys(precisions):
             try:
                 opened.append(open_engine(model, preprocess, kind=kind, precision=precision, device=device))
             except VitrailError as error:
-                left_out.append(Skipped(kind, precision, None, str(error)))
-    return opened, _merged(left_out)
+                skipped.append(Skipped(kind, precision, None, str(error)))
+    return opened, _merged(skipped)
 
 
-def _merged(left_out: list[Skipped]) -> list[Skipped]:
+def _merged(skipped: list[Skipped]) -> list[Skipped]:
     """Merge the entries of an engine that fails for the same reason in several precisions."""
     groups: dict[tuple[str, str], list[Skipped]] = {}
-    for left in left_out:
+    for left in skipped:
         groups.setdefault((left.engine, left.reason), []).append(left)
     return [same[0] if len(same) == 1 else same[0]._replace(precision=None) for same in groups.values()]
 

@@ -104,9 +104,9 @@ def _print_bench(result: "Bench", machine: dict[str, Any]) -> None:
             f"\nMost images/s: {best.engine} in {best.precision}, batch {best.batch}. Lowest latency at batch "
             f"{quick.batch}: {quick.engine} in {quick.precision}. Speed and probabilities: relative to torch float32."
         )
-    if result.left_out:
+    if result.skipped:
         echo("\nNot measured", bold=True)
-    for left in result.left_out:
+    for left in result.skipped:
         where = [left.engine, left.precision, None if left.batch is None else f"batch {left.batch}"]
         echo(f"{' '.join(word for word in where if word)}: {left.reason}")
 

@@ -86,10 +86,13 @@ def check(
     cores = available_cores()
     speeds = SPEEDS if images_per_second is None else (images_per_second,)
     if as_json:
-        count = {**report.as_dict(), "speed": None, "bounds": [], "sheet": None if sheet is None else str(sheet)}
+        output = {**report.as_dict(), "speed": None, "bounds": [], "sheet": None if sheet is None else str(sheet)}
         if speed is not None:
-            count |= {"speed": speed.as_dict(), "bounds": [speed.bound(compute, cores)._asdict() for compute in speeds]}
-        echo(json.dumps(count, indent=2, ensure_ascii=False))
+            output |= {
+                "speed": speed.as_dict(),
+                "bounds": [speed.bound(compute, cores)._asdict() for compute in speeds],
+            }
+        echo(json.dumps(output, indent=2, ensure_ascii=False))
         raise typer.Exit(2 if report.unreadable or report.faults else 0)
     _print_report(report)
     _heading("Speed")
@@ -122,7 +125,7 @@ def _print_report(report: "Report") -> None:
         _heading("Findings")
     for finding in report.findings:
         sentences = f"{_sentence(finding.text)} {_sentence(finding.advice)}"
-        _print_wrapped(f"{'!' if finding.grave else '·'} {sentences}", inner=2)
+        _print_wrapped(f"{'!' if finding.serious else '·'} {sentences}", inner=2)
         listed = len(finding.details) if finding.kind == "faults" else LISTED
         for line in finding.details[:listed]:
             _print_wrapped(line, indent=4, inner=6)
@@ -134,7 +137,7 @@ def _print_report(report: "Report") -> None:
     _print_sizes(report)
     _heading("Files")
     _print_wrapped(f"{byte_size(report.bytes)} in all; {_listed(report.formats)}; {_listed(report.modes)}")
-    _print_wrapped(f"Not looked for: {'; '.join(report.not_looked_for)}.")
+    _print_wrapped(f"Not checked: {'; '.join(report.not_checked)}.")
 
 
 def _print_sizes(report: "Report") -> None:

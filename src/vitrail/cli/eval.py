@@ -63,7 +63,7 @@ def eval(
     with progress("listing") as on_listed:
         chosen = choose_images(data, split, record=record, on_progress=lambda count: on_listed(count, None))
     with progress("evaluating") as on_evaluated:
-        count = evaluate_chosen(
+        evaluation = evaluate_chosen(
             model,
             chosen,
             record,
@@ -74,12 +74,12 @@ def eval(
             by_number=by_number,
             on_progress=on_evaluated,
         )
-    for warning in count.warnings:
+    for warning in evaluation.warnings:
         echo(f"WARNING: {warning}", err=True, bold=True)
     if as_json:
-        echo(_compact_json(count.as_dict()))
+        echo(_compact_json(evaluation.as_dict()))
         return
-    _print_evaluation(count, every_class)
+    _print_evaluation(evaluation, every_class)
 
 
 def _print_evaluation(evaluation: "Evaluation", every_class: bool) -> None:

@@ -33,13 +33,13 @@ def data(run: Record) -> Section:
         if not where  # the summary says it already
         else ""
     )
-    if check.looked_at < check.images:
+    if check.checked < check.images:
         text += paragraph(
-            f"The check covered {plural(check.looked_at, 'image')} of {check.images:,}; vitrail check covers all.",
+            f"The check covered {plural(check.checked, 'image')} of {check.images:,}; vitrail check covers all.",
             "quiet small",
         )
-    if check.not_looked_for:
-        text += paragraph(f"Not checked: {'; '.join(check.not_looked_for)}.", "quiet small")
+    if check.not_checked:
+        text += paragraph(f"Not checked: {'; '.join(check.not_checked)}.", "quiet small")
     drawn = f'<div class="pair">{_counts(check)}<div>{_sizes(check)}{_kinds(check)}</div></div>'
     return Section("data", "Data", "Dataset", where + text + _samples(run) + drawn)
 

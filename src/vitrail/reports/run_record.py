@@ -113,8 +113,8 @@ class Check(BaseModel):
 
     summary: str
     images: int
-    looked_at: int
-    not_looked_for: list[str] = []
+    checked: int
+    not_checked: list[str] = []
     counts: dict[str, dict[str, int]]
     findings: list[Finding]
     formats: dict[str, int]

@@ -51,7 +51,6 @@ DRAIN_BYTES, DRAIN_SECONDS, STOPPING_DRAIN_SECONDS = 64 * MEGABYTE, 3.0, 0.3
 CHUNK = 256 * 1024
 """Responses are sent in chunks of this many bytes, so that a client that stops reading is noticed."""
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_MESSAGES = {404: "not found", 405: "method not allowed"}
 _log = logging.getLogger("vitrail.serving")
 
 

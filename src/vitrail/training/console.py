@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from vitrail.text import printable
+from vitrail.text import as_percent, printable
 from vitrail.training.criterion import COLUMNS, TITLES, Criterion
 from vitrail.training.defaults import ResolvedDefault
 from vitrail.training.display import Status, defaults_lines, defaults_table
@@ -98,8 +98,12 @@ class RunConsole:
         star = ""
         if row["best"] == row["step"]:
             star = "  (best so far)" if row["highest"] else f"  ({WITHIN_ERROR})"
-        by = f", {TITLES[criterion]} {row[COLUMNS[criterion]]:.1%}" if criterion not in ("accuracy", "loss") else ""
-        metrics = f"accuracy {row['val_top1']:.1%} on the validation split{by}, loss {row['val_loss']:.3f}"
+        by = (
+            f", {TITLES[criterion]} {as_percent(row[COLUMNS[criterion]])}"
+            if criterion not in ("accuracy", "loss")
+            else ""
+        )
+        metrics = f"accuracy {as_percent(row['val_top1'])} on the validation split{by}, loss {row['val_loss']:.3f}"
         self.note(f"step {row['step']:,}: {metrics}{star}")
 
     @property

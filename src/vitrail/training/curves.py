@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from vitrail.charts.axis import Unit
 from vitrail.charts.lines import Series, line_chart
 from vitrail.charts.svg import sheet
+from vitrail.text import as_percent
 from vitrail.training.run_folder import best_row, write_text
 
 WIDTH, HIGH, LOW, GAP = 440, 270, 190, 20
@@ -70,7 +71,7 @@ def headlines(rows: Rows, name: str) -> tuple[str, str]:
         *([f"training loss {losses.smooth().values[-1]:.3f} at the end"] if len(losses) else []),
         *([f"validation loss {val.values[-1]:.3f} at the end"] if len(val) else []),
     ]
-    result = f"validation accuracy {best['val_top1']:.1%}" if best else f"step {steps:,}"
+    result = f"validation accuracy {as_percent(best['val_top1'])}" if best else f"step {steps:,}"
     return f"{name if len(name) <= 60 else f'{name[:59]}…'}: {result}", " · ".join(facts)
 
 
@@ -83,7 +84,7 @@ def curve_charts(rows: Rows) -> tuple[str, str, str, str]:
     ]
     if best := best_row(rows):
         down = [best["step"]] * 2, [0.0, best["val_top1"]]
-        accuracy.append(Series(f"kept: {best['val_top1']:.1%}", *down, colour=2, dashed=True))
+        accuracy.append(Series(f"kept: {as_percent(best['val_top1'])}", *down, colour=2, dashed=True))
     return (
         over_steps("Loss", loss, log=wide(rows)),
         over_steps("Accuracy", accuracy, unit="percent", low=0.0, high=1.0),

@@ -19,7 +19,7 @@ from vitrail.metrics.classification import log_losses
 from vitrail.training.defaults import TrainingPlan
 from vitrail.training.distributed import RunContext
 from vitrail.training.memory import evaluation_batch
-from vitrail.training.run_folder import atomic_file
+from vitrail.training.run_folder import atomic_run_file
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,5 +127,5 @@ def write_test_predictions(predictions: Predictions, source: Source, path: Path)
         },
         metadata={"classes": json.dumps(source.classes, ensure_ascii=False)},
     )
-    with atomic_file(path) as temporary:
+    with atomic_run_file(path) as temporary:
         pq.write_table(table, temporary, compression="zstd")

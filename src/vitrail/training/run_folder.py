@@ -26,6 +26,7 @@ from vitrail.io import (
     read_json,
     read_text,
     read_toml,
+    remove_partial_files,
 )
 from vitrail.training.recipe import Recipe, write_toml
 from vitrail.training.state import RESUME
@@ -156,6 +157,8 @@ def _lock(folder: Path, stack: contextlib.ExitStack) -> None:
         if not (folder / LOCK).exists() and any(folder.iterdir()):
             raise ConfigError(f"{folder} exists and is not a run; choose another --run")
         stack.enter_context(lock_file(folder / LOCK))
+        for place in (folder, folder / "best", folder / "last"):
+            remove_partial_files(place)
     except BlockingIOError:
         raise ConfigError(f"the run folder {folder} is in use by another process; wait, or choose --run") from None
     except OSError as error:
@@ -198,7 +201,7 @@ def _settings(table: dict[str, Any], path: str = "") -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
+def atomic_run_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path; the file is renamed to `path` when it is complete."""
     try:
         with atomic_write(path) as temporary:
@@ -209,7 +212,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a small text file atomically."""
-    with atomic_file(path) as temporary:
+    with atomic_run_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 

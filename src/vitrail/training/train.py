@@ -203,7 +203,7 @@ def _check_data(console: RunConsole, place: Path, splits: Splits, size: int, bad
         report.contents.save(place)
     console.data_note(report.summary)
     for finding in report.findings:
-        if finding.grave:
+        if finding.serious:
             some = ", ".join(finding.details[:2]) + (", …" if len(finding.details) > 2 else "")
             details = f" ({some})" if some else ""
             console.data_note(f"{finding.text}{details}; {finding.advice}", loud=True)

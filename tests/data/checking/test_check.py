@@ -100,7 +100,7 @@ def test_unreadable_images_are_reported_with_the_reason(root: Path) -> None:
     assert "more than 178,956,970 pixels, the limit" in reasons["giga.png"]
     assert {(bad.image.split, bad.image.label) for bad in report.unreadable} == {("train", "cat")}
     assert report.findings[0].kind == "unreadable"
-    assert report.findings[0].grave
+    assert report.findings[0].serious
     assert report.summary.startswith("17 images in 2 classes; 4 cannot be read")
     assert report.usable
 
@@ -144,7 +144,7 @@ def test_duplicates_by_kind(root: Path) -> None:
         "within": ["0.jpg", "again.jpg"],
     }
     assert [finding.kind for finding in report.findings] == ["conflicting", "across", "within"]
-    assert [finding.grave for finding in report.findings] == [True, True, False]
+    assert [finding.serious for finding in report.findings] == [True, True, False]
     assert "1 duplicate with different labels, 1 duplicate across splits" in report.summary
     detail = only(report, "across").details[0]
     assert "1.jpg (train, cat) = " in detail
@@ -197,7 +197,7 @@ def test_modes(root: Path) -> None:
     report = checked(root)
     assert report.modes == {"colour": 12, "16-bit": 1, "CMYK": 1, "alpha": 1, "grey": 1, "palette": 1}
     finding = only(report, "modes")
-    assert (finding.count, finding.brief, finding.grave) == (5, "mixed modes", False)
+    assert (finding.count, finding.brief, finding.serious) == (5, "mixed modes", False)
     assert sorted(Path(line.split(":")[0]).name for line in finding.details) == sorted(
         ["L.jpg", "RGBA.png", "CMYK.jpg", "P.gif", "deep.png"]
     )
@@ -279,7 +279,7 @@ def test_skipped_files_are_listed_and_misnamed_images_reported(root: Path) -> No
         assert misnamed.text == "2 files are images by content but not by name, and are not used"
         assert skipped.details == (f"{cats}/notes.txt", f"{cats}/pipe")
         assert only(report, "outside").details == (f"{root}/train/loose.jpg",)
-        assert [misnamed.grave, skipped.grave] == [True, False]
+        assert [misnamed.serious, skipped.serious] == [True, False]
 
 
 def test_a_quick_check_counts_what_it_does_not_look_into(root: Path) -> None:
@@ -504,7 +504,7 @@ def test_an_interrupted_check_is_cached(root: Path, decoded: list[bytes]) -> Non
 
 def test_images_in_memory_are_not_cached(decoded: list[bytes], tmp_path: Path) -> None:
     splits = split_source(digits())
-    assert check_data(splits).looked_at == check_data(splits).looked_at == 1797
+    assert check_data(splits).checked == check_data(splits).checked == 1797
     assert len(decoded) == 2 * 1797
     assert not list(tmp_path.rglob("*.npz"))
 
@@ -519,11 +519,11 @@ def test_the_quick_check_reads_headers_only(root: Path, monkeypatch: pytest.Monk
     save_image(root / "train/cat/tiny.jpg", 50, 40, 20)
     report = quick_check(opened(root), size=64)
     assert [Path(bad.image.name).name for bad in report.unreadable] == ["text.jpg"]  # the other has a valid header
-    assert (report.decoded, report.duplicates, report.looked_at, report.compared) == (False, (), 16, 16)
-    assert report.not_looked_for[0] == "corruption after the header of a file"
+    assert (report.decoded, report.duplicates, report.checked, report.compared) == (False, (), 16, 16)
+    assert report.not_checked[0] == "corruption after the header of a file"
     assert only(report, "tiny").count == 1
     few = quick_check(opened(root), size=64, most=5)
-    assert (few.looked_at, few.compared, few.images) == (5, 16, 16)
+    assert (few.checked, few.compared, few.images) == (5, 16, 16)
     assert "16 images in 2 classes (headers of 5 read, contents of 16 compared)" in few.summary
     assert few == quick_check(opened(root), size=64, most=5)
 
@@ -535,15 +535,15 @@ def test_the_quick_check_finds_duplicates_and_conflicting_labels(root: Path) -> 
     quick, whole = quick_check(opened(root), size=64, most=2), checked(root)
     assert sorted(quick.duplicates or ()) == sorted(whole.duplicates or ())
     assert [finding.kind for finding in quick.findings][:3] == ["conflicting", "across", "within"]
-    assert whole.not_looked_for == ("near-duplicates: the same image cropped, resized or re-encoded",)
+    assert whole.not_checked == ("near-duplicates: the same image cropped, resized or re-encoded",)
 
 
 def test_unchecked_duplicates_are_not_an_empty_list(root: Path) -> None:
     report = quick_check(opened(root), size=64, seconds=0)
     assert (report.compared, report.duplicates) == (1, None)
     result = report.as_dict()
-    assert result["duplicates"] == "not looked for among all"
-    assert result["not_looked_for"][0] == "duplicates among 11 of the images"
+    assert result["duplicates"] == "not checked among all"
+    assert result["not_checked"][0] == "duplicates among 11 of the images"
 
 
 def test_the_quick_check_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -556,4 +556,4 @@ def test_the_quick_check_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     began = time.monotonic()
     report = quick_check(Splits(source, None, None, {}), seconds=0.1)
     assert time.monotonic() - began < 2
-    assert 1 <= report.looked_at < 500
+    assert 1 <= report.checked < 500

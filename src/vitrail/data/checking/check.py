@@ -63,13 +63,13 @@ class Report:
     """The result of a check."""
 
     images: int
-    looked_at: int
+    checked: int
     """Number of images whose size, format and mode were read."""
     compared: int
     """Number of images whose contents were compared, to find duplicates."""
     decoded: bool
     """Whether images were decoded, or only their headers read."""
-    not_looked_for: tuple[str, ...]
+    not_checked: tuple[str, ...]
     """Problems that this check could not have found."""
     faults: tuple[str, ...]
     """Why parts of the data could not be opened."""
@@ -91,12 +91,12 @@ class Report:
     @property
     def usable(self) -> bool:
         """Whether any image can be read."""
-        return len(self.unreadable) < self.looked_at
+        return len(self.unreadable) < self.checked
 
     @property
     def summary(self) -> str:
         """A one-line summary."""
-        how = "" if self.decoded else f" (headers of {self.looked_at:,} read, contents of {self.compared:,} compared)"
+        how = "" if self.decoded else f" (headers of {self.checked:,} read, contents of {self.compared:,} compared)"
         briefs = [finding.brief for finding in self.findings]
         problems = ", ".join(briefs[:4]) + (f", and {len(briefs) - 4} more" if len(briefs) > 4 else "")
         classes = "1 class" if len(self.classes) == 1 else f"{len(self.classes):,} classes"
@@ -108,7 +108,7 @@ class Report:
             "summary": self.summary,
             **{name: value for name, value in asdict(replace(self, contents=None)).items() if name != "contents"},
             "unreadable": [{**bad.image._asdict(), "reason": bad.reason} for bad in self.unreadable],
-            "duplicates": "not looked for among all"
+            "duplicates": "not checked among all"
             if self.duplicates is None
             else [
                 {"kind": copies.kind, "images": [which._asdict() for which in copies.images]}
@@ -183,16 +183,16 @@ def _report(surveyed: Survey, size: int, others: Sequence[Finding], faults: tupl
     short = np.minimum(rows["width"], rows["height"])[fine]
     return Report(
         images=images,
-        looked_at=int((rows["state"] != COMPARED).sum()),
+        checked=int((rows["state"] != COMPARED).sum()),
         compared=len(rows),
         decoded=surveyed.decoded,
-        not_looked_for=_not_looked_for(surveyed, images),
+        not_checked=_not_checked(surveyed, images),
         faults=faults,
         classes=index.classes,
         counts=counts,
         unreadable=unreadable,
         duplicates=duplicates if duplicates or len(rows) == images else None,
-        findings=tuple(sorted(findings, key=lambda finding: not finding.grave)),
+        findings=tuple(sorted(findings, key=lambda finding: not finding.serious)),
         formats=_tally(rows["format"][fine]),
         modes=modes,
         short_sides=_histogram(short),
@@ -212,7 +212,7 @@ def _contents(index: SurveyIndex) -> Contents:
     return Contents(digests[0], digests[1], (images[0], images[1]))
 
 
-def _not_looked_for(surveyed: Survey, images: int) -> tuple[str, ...]:
+def _not_checked(surveyed: Survey, images: int) -> tuple[str, ...]:
     """List the problems that a survey could not find."""
     rest = images - len(surveyed.rows)
     return (
@@ -289,14 +289,14 @@ def skipped_findings(unused: UnusedFiles) -> list[Finding]:
         )
         lines = tuple(unused.misnamed)
         advice = f"give {'it' if count == 1 else 'each'} the suffix of its content"
-        findings.append(Finding("misnamed", count, f"{_files(count)} misnamed", text, advice, lines, grave=True))
+        findings.append(Finding("misnamed", count, f"{_files(count)} misnamed", text, advice, lines, serious=True))
     if count := len(unused.outside):
         images, are = ("image is", "is") if count == 1 else ("images are", "are")
         text = f"{count:,} {images} outside of class folders and {are} not used"
         advice = f"move {them(count)} into the {'folder of its class' if count == 1 else 'folders of their classes'}"
         lines = tuple(unused.outside)
         findings.append(
-            Finding("outside", count, f"{count:,} outside of class folders", text, advice, lines, grave=True)
+            Finding("outside", count, f"{count:,} outside of class folders", text, advice, lines, serious=True)
         )
     if count := len(unused.others) + unused.unlisted:
         text = f"{_files(count)} {'was' if count == 1 else 'were'} skipped: no image suffix"

@@ -66,7 +66,7 @@ class Finding:
     advice: str
     details: tuple[str, ...] = ()
     """The affected images or classes, one line each."""
-    grave: bool = False
+    serious: bool = False
     """Whether ignoring it would make scores wrong or lose images."""
 
 
@@ -115,7 +115,7 @@ def fault_finding(faults: Sequence[str]) -> list[Finding]:
     count = len(faults)
     what = "1 fault" if count == 1 else f"{count:,} faults"
     text = f"{what} in the layout of the data; training would stop"
-    return [Finding("faults", count, what, text, "fix the listed faults", tuple(faults), grave=True)]
+    return [Finding("faults", count, what, text, "fix the listed faults", tuple(faults), serious=True)]
 
 
 def unreadable_finding(unreadable: tuple[Unreadable, ...], survey: Survey) -> list[Finding]:
@@ -130,7 +130,7 @@ def unreadable_finding(unreadable: tuple[Unreadable, ...], survey: Survey) -> li
             "unreadable", count, f"{count:,} cannot be read", f"{count_images(count)}{of} cannot be read",
             f"fix or remove {them(count)}; training would replace {them(count)} by "
             f"{'another image' if count == 1 else 'other images'}, or stop with --set data.bad_files=refuse",
-            details, grave=True,
+            details, serious=True,
         )
     ]  # fmt: skip
 
@@ -151,7 +151,7 @@ def duplicate_findings(duplicates: tuple[DuplicateGroup, ...]) -> list[Finding]:
         if count:
             what = f"{count:,} duplicate{'s' * (count > 1)} {where}"
             details = tuple(" = ".join(map(str, images)) for images in groups)
-            findings.append(Finding(kind, count, what, what, advice, details, grave=kind != "within"))
+            findings.append(Finding(kind, count, what, what, advice, details, serious=kind != "within"))
     return findings
 
 
@@ -163,7 +163,7 @@ def class_findings(counts: dict[str, dict[str, int]]) -> list[Finding]:
         classes = f"{len({line.rsplit(':', 1)[0] for line in missing}):,}"
         what = f"{classes} class{'es are' if classes != '1' else ' is'} missing from a split"
         advice = "add images; a class missing from a split is not trained, or not evaluated"
-        findings.append(Finding("missing", len(missing), what, what, advice, missing, grave=True))
+        findings.append(Finding("missing", len(missing), what, what, advice, missing, serious=True))
     some = {label: n for label, n in counts["train"].items() if n}
     if some and (ratio := max(some.values()) / min(some.values())) > UNBALANCED:
         most, fewest = max(some, key=lambda label: some[label]), min(some, key=lambda label: some[label])
