@@ -21,11 +21,16 @@ from vitrail.acceleration.cuda.attention import (
     short_attention_gradient,
 )
 from vitrail.acceleration.cuda.elementwise import gelu_gradient, joined_gradient
-from vitrail.acceleration.fused_training import FusedTraining, _MixedNorm, _MixedSum, can_checkpoint, can_fuse
+from vitrail.acceleration.fused_training import FusedTraining, _MixedNorm, _MixedSum
+from vitrail.acceleration.planner import can_checkpoint, unsupported_by_fused_training
 from vitrail.errors import ConfigError, InputError
 from vitrail.models.vit import ViT
 
-HASTENED = [kind for kind in KINDS if can_fuse(bundle(kind).model.config) and bundle(kind).model.config.classes]
+HASTENED = [
+    kind
+    for kind in KINDS
+    if not unsupported_by_fused_training(bundle(kind).model.config) and bundle(kind).model.config.classes
+]
 
 
 def model_and_batch(kind: str, **changes: Any) -> tuple[ViT, Tensor, Tensor]:
@@ -318,7 +323,9 @@ def test_the_kinds_that_compile(low: bool) -> None:
 
 
 def test_which_models_can_be_fused() -> None:
-    assert {"rope", "relative", "conv_stem"} == {kind for kind in KINDS if not can_fuse(bundle(kind).model.config)}
+    assert {"rope", "relative", "conv_stem"} == {
+        kind for kind in KINDS if unsupported_by_fused_training(bundle(kind).model.config)
+    }
 
 
 @pytest.mark.parametrize(

@@ -109,20 +109,6 @@ def pooled_token(config: ViTConfig) -> int | None:
     return 0 if config.class_token == "first" else config.tokens - 1
 
 
-def can_pack(model: ViT, dtype: torch.dtype) -> bool:
-    """Return whether the encoder can be packed on this machine.
-
-    Models with rotary or relative positions are not: their tables need more precision than bf16.
-    """
-    config = model.config
-    supported = config.out_proj and config.position not in ("rope_2d", "relative")
-    # A private name; if it is missing, assume no support.
-    has_bf16 = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    has_dtype = dtype == torch.float32 or (dtype == torch.bfloat16 and has_bf16 is not None and bool(has_bf16()))
-    return supported and available and has_dtype
-
-
 def pack(model: ViT, dtype: torch.dtype) -> ViT:
     """Return a CPU copy of a model whose blocks compute in `dtype`, for inference only."""
     packed = copy.deepcopy(model).eval().requires_grad_(False)
