@@ -60,7 +60,7 @@ from vitrail.acceleration.accelerate import Accelerated
 from vitrail.acceleration.cuda import attention
 from vitrail.acceleration.cuda.encoder import MATMULS, EncoderPrecision
 from vitrail.acceleration.cuda.model import FastModel, calibrate
-from vitrail.acceleration.fused_training import FusedTraining
+from vitrail.acceleration.cuda.training import FusedTraining
 from vitrail.acceleration.planner import can_checkpoint, unsupported_by_fp8, unsupported_by_fused_training
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.models.config import ViTConfig

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from vitrail.acceleration.cuda import attention
-from vitrail.acceleration.fused_training import FusedTraining
+from vitrail.acceleration.cuda.training import FusedTraining
 from vitrail.data.batches import Batch
 from vitrail.errors import VitrailError
 from vitrail.models.vit import ViT

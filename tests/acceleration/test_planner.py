@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.support.config_strategies import configs
 
 from vitrail.acceleration.cuda.encoder import EncoderPrecision, FastEncoder
-from vitrail.acceleration.fused_training import FusedTraining
+from vitrail.acceleration.cuda.training import FusedTraining
 from vitrail.acceleration.planner import (
     Hardware,
     hardware_of,

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.acceleration.casting import cast_matrices, cast_once
-from vitrail.acceleration.cpu_threads import CpuThreads
+from vitrail.acceleration.cpu.onednn import pack
+from vitrail.acceleration.cpu.threads import CpuThreads
 from vitrail.acceleration.cuda.encoder import EncoderPrecision
 from vitrail.acceleration.cuda.graphs import SIZES, CudaGraphs
 from vitrail.acceleration.cuda.model import FastModel
 from vitrail.acceleration.export.graph import Graph, output_name, require, trace
 from vitrail.acceleration.export.onnx import OnnxFile, onnx_program, write_onnx
 from vitrail.acceleration.export.openvino import Compiled, check_precision, openvino_model
-from vitrail.acceleration.onednn import pack
 from vitrail.acceleration.planner import plan_of
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, suggest

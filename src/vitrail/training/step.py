@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitrail.acceleration.fused_training import FusedTraining
+from vitrail.acceleration.cuda.training import FusedTraining
 from vitrail.acceleration.planner import ExecutionPlan, hardware_of, plan_training
 from vitrail.data.augmentation.mixing import mix_pixels
 from vitrail.data.batches import Batch

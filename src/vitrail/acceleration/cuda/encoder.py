@@ -27,10 +27,9 @@ from vitrail.acceleration.cuda.matmul import (
     fold,
     observe,
 )
-from vitrail.acceleration.onednn import pooled_token
 from vitrail.acceleration.planner import unsupported_by_fused_encoder
 from vitrail.errors import ConfigError
-from vitrail.models.blocks import Block
+from vitrail.models.blocks import Block, pooled_token
 from vitrail.models.vit import ViT
 
 MATMULS = ("qkv", "proj", "fc1", "fc2")

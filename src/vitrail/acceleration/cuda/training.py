@@ -28,10 +28,9 @@ from vitrail.acceleration.cuda.attention import (
     short_attention_gradient,
 )
 from vitrail.acceleration.cuda.elementwise import gelu_gradient, joined_gradient
-from vitrail.acceleration.onednn import pooled_token
 from vitrail.acceleration.planner import unsupported_by_fused_training
 from vitrail.errors import ConfigError
-from vitrail.models.blocks import Attention, Block
+from vitrail.models.blocks import Attention, Block, pooled_token
 from vitrail.models.checks import check_images
 from vitrail.models.position import TokenPositions
 from vitrail.models.stems import patchify

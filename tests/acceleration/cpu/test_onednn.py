@@ -9,9 +9,9 @@ from tests.support.tiny_models import CPU, KINDS, bundle, eager, pixels
 from torch import Tensor
 
 from vitrail import Bundle
-from vitrail.acceleration.cpu_threads import LARGEST, SMALLEST, CpuThreads
+from vitrail.acceleration.cpu.onednn import PackedBlock, PackedStem, pack
+from vitrail.acceleration.cpu.threads import LARGEST, SMALLEST, CpuThreads
 from vitrail.acceleration.engine import open_engine, prepare
-from vitrail.acceleration.onednn import PackedBlock, PackedStem, pack
 from vitrail.acceleration.planner import plan_of, unsupported_by_onednn
 from vitrail.runtime import autocast
 
