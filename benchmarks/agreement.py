@@ -19,8 +19,9 @@ from torch import Tensor
 
 import vitrail
 from vitrail.acceleration.accelerate import check_fp8
-from vitrail.acceleration.cuda.encoder import EncoderPrecision, can_fold
+from vitrail.acceleration.cuda.encoder import EncoderPrecision
 from vitrail.acceleration.cuda.model import FastModel, calibrate
+from vitrail.acceleration.planner import unsupported_by_fused_encoder
 from vitrail.data.batches import Evaluation, evaluation_batches
 from vitrail.data.sources.opening import open_source
 from vitrail.data.sources.source import Source, Subset
@@ -49,7 +50,7 @@ def paths(bundle: vitrail.Bundle, device: torch.device, calibration: Tensor) -> 
         return logits
 
     yield "autocast", cast
-    if not can_fold(model.config):
+    if unsupported_by_fused_encoder(model.config):
         print("skipped, not supported by the fast encoder: fp8, exact GELU")
         yield "bf16", vitrail.accelerate(model)
         return

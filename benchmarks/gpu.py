@@ -58,9 +58,10 @@ from tests.support.peers import import_peer, scramble
 import vitrail
 from vitrail.acceleration.accelerate import Accelerated
 from vitrail.acceleration.cuda import attention
-from vitrail.acceleration.cuda.encoder import MATMULS, EncoderPrecision, can_fold, can_quantise
+from vitrail.acceleration.cuda.encoder import MATMULS, EncoderPrecision
 from vitrail.acceleration.cuda.model import FastModel, calibrate
-from vitrail.acceleration.fused_training import FusedTraining, can_checkpoint, can_fuse
+from vitrail.acceleration.cuda.training import FusedTraining
+from vitrail.acceleration.planner import can_checkpoint, unsupported_by_fp8, unsupported_by_fused_training
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.models.config import ViTConfig
 from vitrail.models.stages import cost
@@ -292,7 +293,7 @@ def learning_plainly(row: Row, model: nn.Module, mode: str | None = None) -> Rea
 def learning_fast(row: Row, model: ViT, mode: str | None = None) -> Ready:
     """Build our fused training path, as `vitrail train` uses with compile on a GPU."""
     model = model.to(row.device).train()
-    short = can_fuse(row.config) and (can_checkpoint() or not row.checkpointing)
+    short = not unsupported_by_fused_training(row.config) and (can_checkpoint() or not row.checkpointing)
     return learning(row, model, FusedTraining(model) if short else model, mode)
 
 
@@ -778,7 +779,7 @@ def main() -> None:
     for task, size in rows(options):
         row = make_row(task, size, options)
         print(f"{task} {size}, batch {len(row.images)}", flush=True)
-        if task == "inference" and not (can_fold(row.config) and can_quantise(row.config)):
+        if task == "inference" and unsupported_by_fp8(row.config):
             print("  not supported by the fast encoder", flush=True)
         results += measure(row, makers[task], options, rates["bf16 TFLOP/s"] * 1e12)
         keep(record, results, options.json)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from vitrail.acceleration.cuda import attention
-from vitrail.acceleration.fused_training import FusedTraining
+from vitrail.acceleration.cuda.training import FusedTraining
 from vitrail.data.batches import Batch
 from vitrail.errors import VitrailError
 from vitrail.models.vit import ViT
@@ -31,7 +31,7 @@ from vitrail.training.distributed import Ranks
 from vitrail.training.optimizers import freeze, make_optimizer
 from vitrail.training.recipe import read_recipe
 from vitrail.training.state import Progress, State
-from vitrail.training.step import Stepper, forward_of, uses_fused_pass
+from vitrail.training.step import Stepper, forward_of, plan_step
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
@@ -58,8 +58,8 @@ def prepared(plan: TrainingPlan, options: argparse.Namespace, device: torch.devi
     state = State(model, make_optimizer(model, recipe.optimizer), average, Progress())
     forward = forward_of(model, recipe, precision, ranks)
     if options.mode is not None:
-        shorter = uses_fused_pass(model.config, recipe, precision, device, alone=True)
-        inner = FusedTraining(model) if shorter else model
+        path = plan_step(model.config, recipe, precision, device, alone=True).path
+        inner = FusedTraining(model) if path == "fused_training" else model
         forward = cast("nn.Module", torch.compile(inner, mode=options.mode))
     return Stepper(recipe, plan.preprocess, device, precision, None, ranks), state, forward
 

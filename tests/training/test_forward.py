@@ -8,7 +8,7 @@ from torch.torch_version import TorchVersion
 
 from vitrail.models.config import ViTConfig
 from vitrail.training.recipe import Recipe
-from vitrail.training.step import uses_fused_pass
+from vitrail.training.step import plan_step
 from vitrail.training.train import train
 
 SMALL = ("steps=2", "batch=16", "evaluations=1", "model.depth=1", "model.heads=1", "model.stem=conv", "compile=true")
@@ -37,4 +37,5 @@ def test_checkpointing_uses_the_path_with_less_memory(
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))  # CI has no GPU
     recipe = Recipe(compile=True, gradient_checkpointing=checkpointing)
-    assert uses_fused_pass(ViTConfig(), recipe, "bf16", torch.device("cuda"), alone=True) == shorter
+    plan = plan_step(ViTConfig(), recipe, "bf16", torch.device("cuda"), alone=True)
+    assert (plan.path == "fused_training") == shorter

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.support.reference_training import CASES, EXACT, batches, begin, tiny
 
-from vitrail.acceleration.fused_training import FusedTraining
+from vitrail.acceleration.cuda.training import FusedTraining
 from vitrail.errors import Diverged
 from vitrail.runtime import Processes
 from vitrail.training.averaging import Averaging

@@ -8,11 +8,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from vitrail.acceleration.cuda.elementwise import kernels_run
-from vitrail.acceleration.cuda.encoder import EncoderPrecision, can_quantise
+from vitrail.acceleration.cuda.encoder import EncoderPrecision
 from vitrail.acceleration.cuda.graphs import CudaGraphs
-from vitrail.acceleration.cuda.model import FastModel, calibrate, runs_fast
+from vitrail.acceleration.cuda.model import FastModel, calibrate
 from vitrail.acceleration.engine import prepare
+from vitrail.acceleration.planner import hardware_of, plan_of, why_not_fp8
 from vitrail.errors import ConfigError, suggest
 from vitrail.models.vit import ViT
 from vitrail.runtime import autocast
@@ -72,7 +72,7 @@ def accelerate(
         model = copy.deepcopy(model).float()
     match precision:
         case "bf16":
-            if runs_fast(model):
+            if plan_of(model, "bf16").path == "fused_encoder":
                 return Accelerated(FastModel(model, EncoderPrecision(exact=exact)), device, graphs=graphs)
             return Accelerated(prepare(model, "bf16").eval(), device, graphs=graphs)
         case "fp8":
@@ -88,18 +88,5 @@ def accelerate(
 
 def check_fp8(model: ViT, device: torch.device) -> None:
     """Raise if the device has no fp8 tensor cores, or the model does not fit them."""
-    if device.type != "cuda":
-        raise ConfigError(f"fp8 needs an NVIDIA GPU (Ada or later), but the model is on {device}; use bf16")
-    if torch.cuda.get_device_capability(device) < (8, 9):
-        raise ConfigError(
-            f"{torch.cuda.get_device_name(device)} does not support fp8, which needs Ada or Hopper; use bf16"
-        )
-    if not kernels_run(device):
-        raise ConfigError(
-            "fp8 needs Triton, which comes with torch's CUDA builds for Linux, and a C compiler; use bf16"
-        )
-    if not can_quantise(model.config):
-        raise ConfigError(
-            "this model does not support fp8, which needs plain pre-norm blocks, positions added at the stem, and "
-            "widths that are multiples of 16; use bf16"
-        )
+    if why := why_not_fp8(model.config, hardware_of(device)):
+        raise ConfigError(f"{why}; use bf16")

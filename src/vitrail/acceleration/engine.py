@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.acceleration.casting import cast_matrices, cast_once
-from vitrail.acceleration.cpu_threads import CpuThreads
+from vitrail.acceleration.cpu.onednn import pack
+from vitrail.acceleration.cpu.threads import CpuThreads
 from vitrail.acceleration.cuda.encoder import EncoderPrecision
 from vitrail.acceleration.cuda.graphs import SIZES, CudaGraphs
-from vitrail.acceleration.cuda.model import FastModel, runs_fast
+from vitrail.acceleration.cuda.model import FastModel
 from vitrail.acceleration.export.graph import Graph, output_name, require, trace
 from vitrail.acceleration.export.onnx import OnnxFile, onnx_program, write_onnx
 from vitrail.acceleration.export.openvino import Compiled, check_precision, openvino_model
-from vitrail.acceleration.onednn import can_pack, pack
+from vitrail.acceleration.planner import plan_of
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, suggest
 from vitrail.models.vit import ViT
@@ -188,9 +189,10 @@ def check_runs_on_cpu(runtime: str, device: torch.device) -> None:
 
 def prepare(model: ViT, precision: Precision) -> nn.Module:
     """Return a faster model with the same outputs under autocast."""
-    kind = next(model.parameters()).device.type
-    if precision == "bf16" and runs_fast(model):
-        return FastModel(model, EncoderPrecision())
-    if precision == "bf16" and kind == "cpu" and can_pack(model, torch.bfloat16):
-        return cast_matrices(pack(model, torch.bfloat16), torch.bfloat16)
-    return cast_once(model, precision)
+    match plan_of(model, precision).path:
+        case "fused_encoder":
+            return FastModel(model, EncoderPrecision())
+        case "onednn":
+            return cast_matrices(pack(model, torch.bfloat16), torch.bfloat16)
+        case _:
+            return cast_once(model, precision)

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from vitrail.acceleration.casting import cast_once
 from vitrail.acceleration.cuda.encoder import EncoderPrecision
-from vitrail.acceleration.cuda.model import FastModel, runs_fast
+from vitrail.acceleration.cuda.model import FastModel
+from vitrail.acceleration.planner import plan_of
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.batches import BadImage, Evaluation, evaluation_batches
 from vitrail.data.sources.source import Source
@@ -69,7 +70,7 @@ class FeatureRequest:
         """Return the fastest model for these features: the fast encoder in bf16 on CUDA, where supported."""
         return (
             self.folded(model, EncoderPrecision())
-            if precision == "bf16" and runs_fast(model)
+            if plan_of(model, precision).path == "fused_encoder"
             else cast_once(model, precision)
         )
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from vitrail.acceleration.auto import choose_precision
-from vitrail.acceleration.cpu_threads import LARGEST, CpuThreads
+from vitrail.acceleration.cpu.threads import LARGEST, CpuThreads
 from vitrail.acceleration.engine import Engine, TorchEngine, open_engine
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import ready_bundle

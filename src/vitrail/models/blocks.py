@@ -255,3 +255,10 @@ class PreLogits(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (…, D) to (…, representation)."""
         return torch.tanh(self.fc(x))
+
+
+def pooled_token(config: ViTConfig) -> int | None:
+    """Return the index of the token the head reads, or None if it reads several; the others can be skipped."""
+    if config.pool != "cls" or config.distillation_token:
+        return None
+    return 0 if config.class_token == "first" else config.tokens - 1

@@ -13,8 +13,9 @@ import torch
 
 from vitrail.acceleration.auto import AutoPrecisionEngine
 from vitrail.acceleration.cuda.graphs import SIZES
-from vitrail.acceleration.cuda.model import FastModel, runs_fast
+from vitrail.acceleration.cuda.model import FastModel
 from vitrail.acceleration.engine import Engine, open_engine
+from vitrail.acceleration.planner import plan_of
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import open_checkpoint
 from vitrail.data.sources.source import Pixels
@@ -153,7 +154,7 @@ def _ready_for(model: ViT, precision: Precision) -> Callable[[FeatureRequest], V
     def ready(request: FeatureRequest) -> ViT | FastModel:
         return request.ready(model, precision)
 
-    if precision == "bf16" and runs_fast(model):
+    if plan_of(model, precision).path == "fused_encoder":
         return lambda request: ready(request.cache_key(model.config))
     return lambda _: ready(FeatureRequest())  # the model itself serves every request
 

@@ -30,7 +30,7 @@ from vitrail.training import objectives
 from vitrail.training.defaults import TrainingPlan
 from vitrail.training.muon import Muon
 from vitrail.training.optimizers import Optimizer, freeze, is_matrix, make_optimizer
-from vitrail.training.step import uses_cuda_graph, uses_fused_pass
+from vitrail.training.step import plan_step
 
 KERNELS = 64 * 2**20
 """Workspace of CUDA matmuls: 32 MiB each for the forward and the backward thread (Hopper)."""
@@ -127,8 +127,7 @@ def forecast(job: Job) -> Forecast:
 
 def _keeps_cuda_graph(job: Job) -> bool:
     """Whether a CUDA graph keeps the memory of a step, so that evaluation needs its own."""
-    recipe, alone = job.plan.recipe, job.processes == 1
-    return uses_fused_pass(job.plan.model, recipe, job.precision, job.device, alone=alone) and uses_cuda_graph(recipe)
+    return plan_step(job.plan.model, job.plan.recipe, job.precision, job.device, alone=job.processes == 1).graphs
 
 
 def step_fits(job: Job, estimate: Forecast) -> bool:

@@ -2,7 +2,6 @@
 
 import gc
 import math
-import threading
 import time
 from typing import NamedTuple
 
@@ -10,14 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitrail.acceleration.fused_training import FusedTraining, can_checkpoint, can_fuse
+from vitrail.acceleration.cuda.training import FusedTraining
+from vitrail.acceleration.planner import ExecutionPlan, hardware_of, plan_training
 from vitrail.data.augmentation.mixing import mix_pixels
 from vitrail.data.batches import Batch
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import Diverged
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
-from vitrail.runtime import Precision, autocast, derive_seed, faster_in_bf16, seed_torch
+from vitrail.runtime import Precision, autocast, derive_seed, seed_torch
 from vitrail.training import objectives
 from vitrail.training.distributed import Ranks
 from vitrail.training.optimizers import can_skip_step, clip_gradients, set_learning_rate, step_unless
@@ -39,31 +39,29 @@ def forward_of(model: nn.Module, recipe: Recipe, precision: Precision, ranks: Ra
     """Return the module that maps images to logits in a step; its parameters are the model's own."""
     if not recipe.compile:
         return ranks.wrap(model)
-    if not (
-        isinstance(model, ViT) and uses_fused_pass(model.config, recipe, precision, ranks.device, alone=ranks.alone)
-    ):
+    plan = (
+        plan_step(model.config, recipe, precision, ranks.device, alone=ranks.alone) if isinstance(model, ViT) else None
+    )
+    if plan is None or plan.path != "fused_training":
         return torch.compile(ranks.wrap(model))  # type: ignore[return-value]
-    mode = "reduce-overhead" if uses_cuda_graph(recipe) else None
+    mode = "reduce-overhead" if plan.graphs else None
     return torch.compile(FusedTraining(model), mode=mode)  # type: ignore[return-value]
 
 
-def uses_fused_pass(
+def plan_step(
     config: ViTConfig, recipe: Recipe, precision: Precision, device: torch.device, *, alone: bool
-) -> bool:
-    """Whether a run uses the fused CUDA path."""
-    # Single rank only: torch 2.11 cannot split a custom backward pass, as DDP's gradient buckets need.
-    requested = recipe.compile and precision == "bf16" and not recipe.deterministic and alone
-    supported = not recipe.gradient_checkpointing or can_checkpoint()
-    return requested and supported and device.type == "cuda" and faster_in_bf16(device) and can_fuse(config)
-
-
-def uses_cuda_graph(recipe: Recipe) -> bool:
-    """Whether the fused path runs as a CUDA graph.
-
-    A small model's kernels take less time than Python needs to launch them. But a graph's outputs must be freed before
-    it runs again, which accumulated gradients are not; and torch captures graphs in the main thread only.
-    """
-    return recipe.gradient_accumulation == 1 and threading.current_thread() is threading.main_thread()
+) -> ExecutionPlan:
+    """Return the execution path of a run's steps."""
+    return plan_training(
+        config,
+        hardware_of(device),
+        precision,
+        compiled=recipe.compile,
+        deterministic=recipe.deterministic,
+        gradient_checkpointing=recipe.gradient_checkpointing,
+        gradient_accumulation=recipe.gradient_accumulation,
+        alone=alone,
+    )
 
 
 def reset_compiled(device: torch.device) -> None:

@@ -45,6 +45,7 @@ from vitrail.training.run_folder import (
 from vitrail.training.samples import keep_samples
 from vitrail.training.sessions import timed_session
 from vitrail.training.stamps import check_stamps
+from vitrail.training.step import plan_step
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def _opened(
                 console = stack.enter_context(
                     RunConsole(place, quiet=quiet, compiled=plan.recipe.compile, printed=printed)
                 )
-                _introduce(console, place, plan, splits, advice, ranks.device)
+                _introduce(console, place, plan, splits, advice, ranks)
                 for text in (moved, check_stamps(place, splits)):
                     if text is not None:
                         console.note(text)
@@ -170,9 +171,10 @@ def _recipe(recipe: str | Path | Recipe | None, changes: Sequence[str], pretrain
 
 
 def _introduce(
-    console: RunConsole, place: Path, plan: TrainingPlan, splits: Splits, advice: Sequence[str], device: torch.device
+    console: RunConsole, place: Path, plan: TrainingPlan, splits: Splits, advice: Sequence[str], ranks: Ranks
 ) -> None:
     """Print the plan, and write split.json, check.json and the samples."""
+    device = ranks.device
     if not (place / SPLIT).exists():
         _check_data(console, place, splits, plan.model.image_size[0], plan.recipe.data.bad_files)
         write_json(place / SPLIT, splits.record)
@@ -190,7 +192,8 @@ def _introduce(
     keep_samples(place, splits.train)
     steps = "one step" if plan.steps == 1 else f"{plan.steps:,} steps"
     precision = _precision(plan.recipe, device)
-    console.note(f"run folder {place}: {steps} in {precision}, {len(splits.train):,} training images")
+    console.note(f"run folder {place}: {steps}, {len(splits.train):,} training images")
+    console.note(str(plan_step(plan.model, plan.recipe, precision, device, alone=ranks.alone)))
 
 
 def _check_data(console: RunConsole, place: Path, splits: Splits, size: int, bad_files: BadFiles) -> None:

@@ -11,14 +11,15 @@ from tests.support.tiny_models import KINDS, bundle, pixels
 from torch import Tensor
 
 from vitrail.acceleration.cuda.elementwise import FP8_MAX, to_fp8
-from vitrail.acceleration.cuda.encoder import LOW, MATMULS, EncoderPrecision, FastBlock, can_fold, can_quantise
+from vitrail.acceleration.cuda.encoder import LOW, MATMULS, EncoderPrecision, FastBlock
 from vitrail.acceleration.cuda.graphs import SIZES, CudaGraphs
 from vitrail.acceleration.cuda.matmul import Affine, Fp8Matmul, InputCalibration, Matmul
 from vitrail.acceleration.cuda.model import MARGIN, FastModel, calibrate
+from vitrail.acceleration.planner import unsupported_by_fp8, unsupported_by_fused_encoder
 from vitrail.errors import ConfigError, InputError
 from vitrail.models.vit import ViT
 
-FOLDED = [kind for kind in KINDS if can_fold(bundle(kind).model.config)]
+FOLDED = [kind for kind in KINDS if not unsupported_by_fused_encoder(bundle(kind).model.config)]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
@@ -127,13 +128,13 @@ def test_which_models_are_folded() -> None:
     )
     for kind in ("rope", "relative", "conv_stem", "every_block", "learned_2d", "no_head"):
         assert kind not in FOLDED
-    assert not can_fold(bundle("plain", activation="swiglu").model.config)
-    assert not can_fold(bundle("plain", qk_norm=True).model.config)
-    assert not can_quantise(bundle("plain").model.config)  # width 24
-    assert can_quantise(bundle("plain", width=32, heads=2).model.config)
-    assert not can_quantise(bundle("plain", width=32, heads=2, head_dim=12).model.config)
-    assert not can_quantise(bundle("plain", width=32, heads=2, mlp_width=40).model.config)
-    assert not can_quantise(bundle("plain", width=32, heads=2, qk_norm=True).model.config)
+    assert unsupported_by_fused_encoder(bundle("plain", activation="swiglu").model.config)
+    assert unsupported_by_fused_encoder(bundle("plain", qk_norm=True).model.config)
+    assert unsupported_by_fp8(bundle("plain").model.config)  # width 24
+    assert not unsupported_by_fp8(bundle("plain", width=32, heads=2).model.config)
+    assert unsupported_by_fp8(bundle("plain", width=32, heads=2, head_dim=12).model.config)
+    assert unsupported_by_fp8(bundle("plain", width=32, heads=2, mlp_width=40).model.config)
+    assert unsupported_by_fp8(bundle("plain", width=32, heads=2, qk_norm=True).model.config)
 
 
 @pytest.mark.parametrize(("kind", "count"), [("plain", 1), ("linear", 1), ("mean_of_all", 8), ("distilled", 10)])

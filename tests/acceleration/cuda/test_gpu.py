@@ -14,8 +14,8 @@ from vitrail.acceleration.cuda.elementwise import to_fp8
 from vitrail.acceleration.cuda.encoder import MATMULS, EncoderPrecision
 from vitrail.acceleration.cuda.matmul import observe, round_correlated
 from vitrail.acceleration.cuda.model import FastModel, calibrate
+from vitrail.acceleration.cuda.training import FusedTraining
 from vitrail.acceleration.engine import prepare
-from vitrail.acceleration.fused_training import FusedTraining
 from vitrail.data.sources.source import Arrays
 from vitrail.evaluation import evaluate_bundle
 from vitrail.inference.features import ComputeOptions, FeatureRequest, gather

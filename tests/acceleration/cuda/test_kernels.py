@@ -16,6 +16,7 @@ from vitrail.acceleration.cuda import attention, elementwise, encoder, matmul, m
 from vitrail.acceleration.cuda.elementwise import FP8, FP8_MAX, Form
 from vitrail.acceleration.cuda.encoder import EncoderPrecision
 from vitrail.acceleration.cuda.model import FastModel, calibrate
+from vitrail.acceleration.planner import unsupported_by_fused_encoder
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -186,7 +187,9 @@ def take_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(ON_GPU, reason="on a GPU the encoder takes the kernels by itself")
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if encoder.can_fold(bundle(kind).model.config)])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if not unsupported_by_fused_encoder(bundle(kind).model.config)]
+)
 @pytest.mark.parametrize("count", [1, 3])
 def test_every_kind_of_model_with_the_kernels(kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, except for the matmuls. Tests the memory layouts that the kernels rely on."""

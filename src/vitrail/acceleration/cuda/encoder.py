@@ -24,14 +24,12 @@ from vitrail.acceleration.cuda.matmul import (
     InputStatistics,
     Matmul,
     WeightScales,
-    can_take_fp8,
     fold,
     observe,
 )
-from vitrail.acceleration.onednn import pooled_token
+from vitrail.acceleration.planner import unsupported_by_fused_encoder
 from vitrail.errors import ConfigError
-from vitrail.models.blocks import Block
-from vitrail.models.config import ViTConfig
+from vitrail.models.blocks import Block, pooled_token
 from vitrail.models.vit import ViT
 
 MATMULS = ("qkv", "proj", "fc1", "fc2")
@@ -63,17 +61,6 @@ class EncoderPrecision:
     faster."""
 
 
-def can_fold(config: ViTConfig) -> bool:
-    """Return whether the fast encoder supports a model: the paper's blocks, with positions added at the stem."""
-    plain = config.norm_order == "pre" and config.out_proj and not config.qk_norm and config.activation != "swiglu"
-    return plain and config.position not in ("rope_2d", "relative") and config.position_at == "stem"
-
-
-def can_quantise(config: ViTConfig) -> bool:
-    """Return whether the fast encoder also supports a model in fp8."""
-    return can_fold(config) and can_take_fp8(config.width, config.heads * config.head_width, config.mlp_hidden)
-
-
 class FastEncoder(nn.Module):
     """The blocks of a model: all, or the first `layers`.
 
@@ -86,7 +73,7 @@ class FastEncoder(nn.Module):
         self, model: ViT, precision: EncoderPrecision, *, layers: int | None = None, all_tokens: bool = False
     ) -> None:
         super().__init__()
-        if not can_fold(model.config):  # the result would be wrong
+        if unsupported_by_fused_encoder(model.config):  # the result would be wrong
             raise ConfigError(
                 "the fast encoder needs plain pre-norm blocks and positions added at the stem, which this model does "
                 "not have; use vitrail.accelerate"

@@ -245,8 +245,3 @@ class Fp8Matmul(nn.Module):
 
             return multiply(x, self.weight, self.bias, form, sum_scale=self.sum_scale, scale=scale)
         return activate(self(x), form, scale=scale)
-
-
-def can_take_fp8(*sizes: int) -> bool:
-    """Return whether matrices of these sizes fit the fp8 tensor cores, which need multiples of 16."""
-    return all(size % 16 == 0 for size in sizes)

@@ -9,18 +9,12 @@ from torch import Tensor, nn
 
 from vitrail.acceleration.casting import cast_matrices
 from vitrail.acceleration.cuda.attention import preferred_attention
-from vitrail.acceleration.cuda.elementwise import FP8_MAX, add_table, cut_patches, kernels_run
-from vitrail.acceleration.cuda.encoder import LOW, SPARED, EncoderPrecision, FastEncoder, can_fold
+from vitrail.acceleration.cuda.elementwise import FP8_MAX, add_table, cut_patches
+from vitrail.acceleration.cuda.encoder import LOW, SPARED, EncoderPrecision, FastEncoder
 from vitrail.acceleration.cuda.matmul import InputCalibration, InputStatistics, affine
 from vitrail.errors import InputError
 from vitrail.models.checks import check_images
 from vitrail.models.vit import Features, ViT
-
-
-def runs_fast(model: ViT) -> bool:
-    """Return whether `FastModel` supports a model on its device: a CUDA device that runs the kernels."""
-    device = next(model.parameters()).device
-    return device.type == "cuda" and can_fold(model.config) and kernels_run(device)
 
 
 class FastModel(nn.Module):

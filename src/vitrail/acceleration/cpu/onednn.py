@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.models.blocks import Block, LayerScale, Mlp, gelu_tanh
-from vitrail.models.config import ViTConfig
+from vitrail.models.blocks import Block, LayerScale, Mlp, gelu_tanh, pooled_token
 from vitrail.models.position import TokenPositions
 from vitrail.models.stems import ConvProjection, LinearProjection, patchify
 from vitrail.models.vit import ViT
@@ -100,27 +99,6 @@ class PackedBlock(nn.Module):
 
     def _mlp(self, residual: Tensor, x: Tensor) -> Tensor:
         return self.fc2.added_to(residual, _activate(self.fc1, self.block.mlp, x))
-
-
-def pooled_token(config: ViTConfig) -> int | None:
-    """Return the index of the token the head reads, or None if it reads several; the others can be skipped."""
-    if config.pool != "cls" or config.distillation_token:
-        return None
-    return 0 if config.class_token == "first" else config.tokens - 1
-
-
-def can_pack(model: ViT, dtype: torch.dtype) -> bool:
-    """Return whether the encoder can be packed on this machine.
-
-    Models with rotary or relative positions are not: their tables need more precision than bf16.
-    """
-    config = model.config
-    supported = config.out_proj and config.position not in ("rope_2d", "relative")
-    # A private name; if it is missing, assume no support.
-    has_bf16 = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    has_dtype = dtype == torch.float32 or (dtype == torch.bfloat16 and has_bf16 is not None and bool(has_bf16()))
-    return supported and available and has_dtype
 
 
 def pack(model: ViT, dtype: torch.dtype) -> ViT:

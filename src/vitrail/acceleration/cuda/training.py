@@ -28,24 +28,13 @@ from vitrail.acceleration.cuda.attention import (
     short_attention_gradient,
 )
 from vitrail.acceleration.cuda.elementwise import gelu_gradient, joined_gradient
-from vitrail.acceleration.onednn import pooled_token
+from vitrail.acceleration.planner import unsupported_by_fused_training
 from vitrail.errors import ConfigError
-from vitrail.models.blocks import Attention, Block
+from vitrail.models.blocks import Attention, Block, pooled_token
 from vitrail.models.checks import check_images
-from vitrail.models.config import ViTConfig
 from vitrail.models.position import TokenPositions
 from vitrail.models.stems import patchify
 from vitrail.models.vit import ViT
-
-
-def can_fuse(config: ViTConfig) -> bool:
-    """Return whether a model can use the fused path: pre-norm blocks, and no positions inside attention."""
-    return config.norm_order == "pre" and config.position not in ("rope_2d", "relative")
-
-
-def can_checkpoint() -> bool:
-    """Return whether checkpointing saves memory when compiled: torch 2.11 keeps the inputs of custom gradients."""
-    return bool(torch.__version__ >= "2.12")
 
 
 class FusedTraining(nn.Module):
@@ -57,7 +46,7 @@ class FusedTraining(nn.Module):
 
     def __init__(self, model: ViT) -> None:
         super().__init__()
-        if not can_fuse(model.config):  # the result would be wrong
+        if unsupported_by_fused_training(model.config):  # the result would be wrong
             raise ConfigError(
                 "the fused path needs pre-norm blocks without positions inside attention; train the model itself"
             )

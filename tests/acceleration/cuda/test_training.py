@@ -21,11 +21,16 @@ from vitrail.acceleration.cuda.attention import (
     short_attention_gradient,
 )
 from vitrail.acceleration.cuda.elementwise import gelu_gradient, joined_gradient
-from vitrail.acceleration.fused_training import FusedTraining, _MixedNorm, _MixedSum, can_checkpoint, can_fuse
+from vitrail.acceleration.cuda.training import FusedTraining, _MixedNorm, _MixedSum
+from vitrail.acceleration.planner import can_checkpoint, unsupported_by_fused_training
 from vitrail.errors import ConfigError, InputError
 from vitrail.models.vit import ViT
 
-HASTENED = [kind for kind in KINDS if can_fuse(bundle(kind).model.config) and bundle(kind).model.config.classes]
+HASTENED = [
+    kind
+    for kind in KINDS
+    if not unsupported_by_fused_training(bundle(kind).model.config) and bundle(kind).model.config.classes
+]
 
 
 def model_and_batch(kind: str, **changes: Any) -> tuple[ViT, Tensor, Tensor]:
@@ -318,7 +323,9 @@ def test_the_kinds_that_compile(low: bool) -> None:
 
 
 def test_which_models_can_be_fused() -> None:
-    assert {"rope", "relative", "conv_stem"} == {kind for kind in KINDS if not can_fuse(bundle(kind).model.config)}
+    assert {"rope", "relative", "conv_stem"} == {
+        kind for kind in KINDS if unsupported_by_fused_training(bundle(kind).model.config)
+    }
 
 
 @pytest.mark.parametrize(
@@ -345,7 +352,7 @@ def test_every_block_chooses_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None
         return attention(*args, **options)
 
     attention = F.scaled_dot_product_attention
-    monkeypatch.setattr("vitrail.acceleration.fused_training.for_training", chosen)
+    monkeypatch.setattr("vitrail.acceleration.cuda.training.for_training", chosen)
     monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
     model, images, _ = model_and_batch("plain", depth=3)
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
@@ -482,9 +489,9 @@ def test_where_short_attention_is_used(
 
 
 def test_torch_attention_is_used_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitrail.acceleration.fused_training.can_attend", lambda _: False)
-    monkeypatch.setattr("vitrail.acceleration.fused_training.is_short", lambda *_: True)
-    monkeypatch.setattr("vitrail.acceleration.fused_training.short_attention", lambda *_: pytest.fail("was taken"))
+    monkeypatch.setattr("vitrail.acceleration.cuda.training.can_attend", lambda _: False)
+    monkeypatch.setattr("vitrail.acceleration.cuda.training.is_short", lambda *_: True)
+    monkeypatch.setattr("vitrail.acceleration.cuda.training.short_attention", lambda *_: pytest.fail("was taken"))
     model, images, _ = model_and_batch("plain")
     with torch.autocast("cpu", torch.bfloat16):
         FusedTraining(model)(images)
@@ -500,8 +507,8 @@ def test_with_short_attention(kind: str, changes: dict[str, Any], monkeypatch: p
         taken.append(heads)
         return cast("tuple[Tensor, Tensor]", short_attention(qkv, heads))
 
-    monkeypatch.setattr("vitrail.acceleration.fused_training.is_short", lambda *_: True)
-    monkeypatch.setattr("vitrail.acceleration.fused_training.short_attention", short)
+    monkeypatch.setattr("vitrail.acceleration.cuda.training.is_short", lambda *_: True)
+    monkeypatch.setattr("vitrail.acceleration.cuda.training.short_attention", short)
     model, images, labels = model_and_batch(kind, depth=3, **changes)
     with torch.autocast("cpu", torch.bfloat16):
         result = gradients(model, FusedTraining(model), images, labels)
@@ -521,7 +528,7 @@ def test_with_short_attention(kind: str, changes: dict[str, Any], monkeypatch: p
 
 @pytest.mark.slow
 def test_short_attention_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitrail.acceleration.fused_training.is_short", lambda *_: True)
+    monkeypatch.setattr("vitrail.acceleration.cuda.training.is_short", lambda *_: True)
     torch.compiler.reset()
     model, images, labels = model_and_batch("mean_of_all")
     compiled = torch.compile(FusedTraining(model), fullgraph=True, backend="aot_eager")

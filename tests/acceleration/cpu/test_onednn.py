@@ -9,12 +9,13 @@ from tests.support.tiny_models import CPU, KINDS, bundle, eager, pixels
 from torch import Tensor
 
 from vitrail import Bundle
-from vitrail.acceleration.cpu_threads import LARGEST, SMALLEST, CpuThreads
+from vitrail.acceleration.cpu.onednn import PackedBlock, PackedStem, pack
+from vitrail.acceleration.cpu.threads import LARGEST, SMALLEST, CpuThreads
 from vitrail.acceleration.engine import open_engine, prepare
-from vitrail.acceleration.onednn import PackedBlock, PackedStem, can_pack, pack
+from vitrail.acceleration.planner import plan_of, unsupported_by_onednn
 from vitrail.runtime import autocast
 
-PACKED = [kind for kind in KINDS if can_pack(bundle(kind).model, torch.float32)]
+PACKED = [kind for kind in KINDS if not unsupported_by_onednn(bundle(kind).model.config)]
 
 
 @pytest.mark.parametrize("kind", PACKED)
@@ -48,7 +49,7 @@ def test_patches_of_every_shape_are_one_matmul(stem: str, patch: tuple[int, int]
 def test_most_kinds_are_packed_and_the_others_are_not() -> None:
     assert {"plain", "no_position", "every_token", "grey"} <= set(PACKED)
     assert not {kind for kind in PACKED if bundle(kind).model.config.position in ("rope_2d", "relative")}
-    assert not can_pack(bundle("no_head").model, torch.float32)  # it has no output projection to fuse the residual with
+    assert unsupported_by_onednn(bundle("no_head").model.config)  # no output projection to fuse
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -58,7 +59,7 @@ def test_bf16_stays_close_to_float32(kind: str) -> None:
     engine = open_engine(made.model, made.preprocess, precision="bf16", device=CPU)
     result = engine(images)
     packed = any(isinstance(block, PackedBlock) for block in prepare(made.model, "bf16").blocks)
-    assert packed == can_pack(made.model, torch.bfloat16)
+    assert packed == (plan_of(made.model, "bf16").path == "onednn")
     assert result.dtype == torch.float32
     assert 1e-6 < relative_error(result, eager(made, images)) < 0.1
 

@@ -1,0 +1,214 @@
+"""The planner: which execution path computes a model, and why.
+
+    config, hardware, precision, purpose  ->  ExecutionPlan(path, precision, CUDA graphs, reason)
+
+`models/` is the only definition of the model, and every path computes the same. Which path supports a config and a
+device is decided here and nowhere else. Hardware is a value, so a plan can be tested for machines that are not there.
+"""
+
+import functools
+import threading
+from typing import Literal, NamedTuple
+
+import torch
+
+from vitrail.models.config import ViTConfig
+from vitrail.models.vit import ViT
+from vitrail.runtime import Precision, faster_in_bf16
+
+ExecutionPath = Literal["eager", "onednn", "fused_encoder", "fp8_encoder", "compiled", "fused_training"]
+TITLES: dict[ExecutionPath, str] = {
+    "eager": "eager",
+    "onednn": "packed oneDNN path",
+    "fused_encoder": "fused CUDA path",
+    "fp8_encoder": "fused CUDA path",
+    "compiled": "compiled",
+    "fused_training": "fused CUDA path, compiled",
+}
+FP8_CAPABILITY = (8, 9)
+"""Ada, the first GPUs with fp8 tensor cores."""
+FP8_MULTIPLE = 16
+"""The fp8 tensor cores need matrix sizes that are multiples of this."""
+
+
+# ── hardware ──
+
+
+class Hardware(NamedTuple):
+    """What a plan depends on of a device."""
+
+    kind: str
+    """cpu, cuda or mps."""
+    fast_bf16: bool = False
+    """Matmuls are much faster in bf16: GPUs since Ampere, CPUs with AMX."""
+    capability: tuple[int, int] = (0, 0)
+    """The compute capability of a CUDA device."""
+    kernels: bool = False
+    """Our Triton kernels run on it."""
+    onednn_bf16: bool = False
+    """oneDNN packs weights and computes in bf16 on this CPU."""
+
+
+def hardware_of(device: torch.device) -> Hardware:
+    """Return the hardware of a device on this machine."""
+    if device.type == "cuda":
+        from vitrail.acceleration.cuda.elementwise import kernels_run
+
+        capability = torch.cuda.get_device_capability(device)
+        return Hardware("cuda", faster_in_bf16(device), capability, kernels_run(device))
+    if device.type == "cpu":
+        return Hardware("cpu", faster_in_bf16(device), onednn_bf16=onednn_packs(torch.bfloat16))
+    return Hardware(device.type)
+
+
+@functools.cache
+def onednn_packs(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN can pack weights of this dtype on this CPU."""
+    # Private names; if one is missing, assume no support.
+    has_bf16 = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    has_dtype = dtype == torch.float32 or (dtype == torch.bfloat16 and has_bf16 is not None and bool(has_bf16()))
+    return has_dtype and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+# ── what a path does not support of a config; empty if it supports the model ──
+
+
+def unsupported_by_fused_encoder(config: ViTConfig) -> str:
+    """Return what the fused encoder lacks: it has the paper's blocks, with positions added at the stem."""
+    return _first(
+        (config.norm_order != "pre", "post-norm blocks"),
+        (not config.out_proj, "attention without an output projection"),
+        (config.qk_norm, "QK norm"),
+        (config.activation == "swiglu", "SwiGLU"),
+        (config.position_at != "stem", "positions added inside the encoder"),
+    ) or _positions_in_attention(config)
+
+
+def unsupported_by_fp8(config: ViTConfig) -> str:
+    """Return what the fused encoder lacks in fp8."""
+    sizes = (config.width, config.heads * config.head_width, config.mlp_hidden)
+    odd = any(size % FP8_MULTIPLE for size in sizes)
+    return unsupported_by_fused_encoder(config) or _first((odd, f"widths that are not multiples of {FP8_MULTIPLE}"))
+
+
+def unsupported_by_fused_training(config: ViTConfig) -> str:
+    """Return what the fused training path lacks."""
+    return _first((config.norm_order != "pre", "post-norm blocks")) or _positions_in_attention(config)
+
+
+def unsupported_by_onednn(config: ViTConfig) -> str:
+    """Return what the packed encoder lacks; tables of rotary or relative positions need more precision than bf16."""
+    lacks = _first((not config.out_proj, "attention without an output projection"))
+    return lacks or _positions_in_attention(config)
+
+
+def _positions_in_attention(config: ViTConfig) -> str:
+    return _first(
+        (config.position == "rope_2d", "rotary positions"), (config.position == "relative", "relative positions")
+    )
+
+
+def _first(*cases: tuple[bool, str]) -> str:
+    return next((name for applies, name in cases if applies), "")
+
+
+# ── plans ──
+
+
+class ExecutionPlan(NamedTuple):
+    """How a model is computed."""
+
+    path: ExecutionPath
+    precision: Precision | Literal["fp8"]
+    graphs: bool = False
+    """Whether CUDA graphs are used: in inference for small batches, in training for the whole step."""
+    reason: str = ""
+    """Why a faster path is not used; empty if this is the fastest one."""
+
+    def __str__(self) -> str:
+        """Return the plan as one line."""
+        graphs = ", CUDA graphs" if self.graphs else ""
+        return f"{TITLES[self.path]}, {self.precision}{graphs}{f': {self.reason}' if self.reason else ''}"
+
+
+def plan_inference(config: ViTConfig, hardware: Hardware, precision: Precision | Literal["fp8"]) -> ExecutionPlan:
+    """Plan inference. fp8 is planned only where it runs; `why_not_fp8` gives the reason where it does not."""
+    cuda = hardware.kind == "cuda"
+    if precision == "fp8" and not why_not_fp8(config, hardware):
+        return ExecutionPlan("fp8_encoder", "fp8", graphs=True)
+    if precision == "bf16" and cuda:
+        lacks = unsupported_by_fused_encoder(config)
+        if hardware.kernels and not lacks:
+            return ExecutionPlan("fused_encoder", "bf16", graphs=True)
+        why = f"the fused path does not support {lacks}" if lacks else "Triton or a C compiler is missing"
+        return ExecutionPlan("eager", "bf16", graphs=True, reason=why)
+    if precision == "bf16" and hardware.kind == "cpu":
+        lacks = unsupported_by_onednn(config)
+        if hardware.onednn_bf16 and not lacks:
+            return ExecutionPlan("onednn", "bf16")
+        why = f"the packed path does not support {lacks}" if lacks else "oneDNN has no bf16 on this CPU"
+        return ExecutionPlan("eager", "bf16", reason=why)
+    if precision == "fp8":
+        return plan_inference(config, hardware, "bf16")._replace(reason=why_not_fp8(config, hardware))
+    return ExecutionPlan("eager", precision, graphs=cuda, reason=_why_not_bf16(hardware, precision))
+
+
+def plan_of(model: ViT, precision: Precision) -> ExecutionPlan:
+    """Plan inference for a model on its own device."""
+    return plan_inference(model.config, hardware_of(next(model.parameters()).device), precision)
+
+
+def why_not_fp8(config: ViTConfig, hardware: Hardware) -> str:
+    """Return why a model cannot run in fp8 on a device; empty if it can."""
+    if hardware.kind != "cuda":
+        return f"fp8 needs an NVIDIA GPU (Ada or later), but the model is on {hardware.kind}"
+    if hardware.capability < FP8_CAPABILITY:
+        return "this GPU does not support fp8, which needs Ada or Hopper"
+    if not hardware.kernels:
+        return "fp8 needs Triton, which comes with torch's CUDA builds for Linux, and a C compiler"
+    lacks = unsupported_by_fp8(config)
+    return f"fp8 does not support {lacks}" if lacks else ""
+
+
+def plan_training(
+    config: ViTConfig,
+    hardware: Hardware,
+    precision: Precision,
+    *,
+    compiled: bool,
+    deterministic: bool = False,
+    gradient_checkpointing: bool = False,
+    gradient_accumulation: int = 1,
+    alone: bool = True,
+) -> ExecutionPlan:
+    """Plan training; `alone`: one rank."""
+    if not compiled:
+        return ExecutionPlan("eager", precision, reason=_why_not_bf16(hardware, precision))
+    lacks = unsupported_by_fused_training(config)
+    reason = _first(
+        (hardware.kind != "cuda", "the fused path needs an NVIDIA GPU"),
+        (precision != "bf16", "the fused path needs bf16"),
+        (not hardware.fast_bf16, "this GPU is slow in bf16"),
+        (deterministic, "the fused path is not deterministic"),
+        # torch 2.11 cannot split a custom backward pass, as DDP's gradient buckets need.
+        (not alone, "the fused path runs on one rank"),
+        (gradient_checkpointing and not can_checkpoint(), "torch before 2.12 cannot checkpoint the fused path"),
+        (bool(lacks), f"the fused path does not support {lacks}"),
+    )
+    if reason:
+        return ExecutionPlan("compiled", precision, reason=reason)
+    # A small model's kernels take less time than Python needs to launch them. But a graph's outputs must be freed
+    # before it runs again, which accumulated gradients are not; and torch captures graphs in the main thread only.
+    graphs = gradient_accumulation == 1 and threading.current_thread() is threading.main_thread()
+    return ExecutionPlan("fused_training", precision, graphs=graphs)
+
+
+def can_checkpoint() -> bool:
+    """Return whether checkpointing saves memory when compiled: torch 2.11 keeps the inputs of custom gradients."""
+    return bool(torch.__version__ >= "2.12")
+
+
+def _why_not_bf16(hardware: Hardware, precision: Precision) -> str:
+    if precision != "float32" or hardware.fast_bf16:
+        return ""
+    return {"cpu": "this CPU has no bf16 matrix units", "cuda": "this GPU is slow in bf16"}.get(hardware.kind, "")
