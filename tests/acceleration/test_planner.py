@@ -59,7 +59,7 @@ ROTARY = ViTConfig(position="rope_2d")
     ],
 )
 def test_inference(hardware: Hardware, config: ViTConfig, precision: str, line: str) -> None:
-    assert str(plan_inference(config, hardware, precision)) == line  # type: ignore[arg-type]
+    assert str(plan_inference(config, hardware, precision)) == line
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_inference(hardware: Hardware, config: ViTConfig, precision: str, line: 
     ],
 )
 def test_training(hardware: Hardware, config: ViTConfig, settings: dict[str, object], line: str) -> None:
-    plan = plan_training(config, hardware, "bf16", **{"compiled": True, **settings})  # type: ignore[arg-type]
+    plan = plan_training(config, hardware, "bf16", **{"compiled": True, **settings})
     assert str(plan) == line
 
 

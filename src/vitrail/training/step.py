@@ -39,13 +39,12 @@ def forward_of(model: nn.Module, recipe: Recipe, precision: Precision, ranks: Ra
     """Return the module that maps images to logits in a step; its parameters are the model's own."""
     if not recipe.compile:
         return ranks.wrap(model)
-    plan = (
-        plan_step(model.config, recipe, precision, ranks.device, alone=ranks.alone) if isinstance(model, ViT) else None
-    )
-    if plan is None or plan.path != "fused_training":
-        return torch.compile(ranks.wrap(model))  # type: ignore[return-value]
-    mode = "reduce-overhead" if plan.graphs else None
-    return torch.compile(FusedTraining(model), mode=mode)  # type: ignore[return-value]
+    if isinstance(model, ViT):
+        plan = plan_step(model.config, recipe, precision, ranks.device, alone=ranks.alone)
+        if plan.path == "fused_training":
+            mode = "reduce-overhead" if plan.graphs else None
+            return torch.compile(FusedTraining(model), mode=mode)  # type: ignore[return-value]
+    return torch.compile(ranks.wrap(model))  # type: ignore[return-value]
 
 
 def plan_step(
