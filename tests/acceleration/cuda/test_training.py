@@ -26,7 +26,7 @@ from vitrail.acceleration.planner import can_checkpoint, unsupported_by_fused_tr
 from vitrail.errors import ConfigError, InputError
 from vitrail.models.vit import ViT
 
-HASTENED = [
+FUSED = [
     kind
     for kind in KINDS
     if not unsupported_by_fused_training(bundle(kind).model.config) and bundle(kind).model.config.classes
@@ -50,7 +50,7 @@ def gradients(model: ViT, forward: Callable[[Tensor], Tensor], images: Tensor, l
     return {"logits": logits.detach().clone(), **result}
 
 
-@pytest.mark.parametrize("kind", HASTENED)
+@pytest.mark.parametrize("kind", FUSED)
 @pytest.mark.parametrize(
     "changes",
     [{}, {"layer_scale": 0.5, "stochastic_depth": 0.4, "depth": 3, "qk_norm": True}],
@@ -238,7 +238,7 @@ def test_checkpointing_under_autocast(frozen: tuple[str, ...], compiled: bool) -
     )
 
 
-@pytest.mark.skipif(not can_checkpoint(), reason="torch 2.11's compiler keeps it all, so training goes another way")
+@pytest.mark.skipif(not can_checkpoint(), reason="torch 2.11's compiler keeps it all, so training takes another path")
 @pytest.mark.slow
 def test_compiled_checkpointing_saves_no_more_than_the_models() -> None:
     """Only the inputs of the blocks are saved."""
