@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 import vitrail
-from vitrail.acceleration.accelerate import check_fp8
-from vitrail.acceleration.cuda.encoder import EncoderPrecision
-from vitrail.acceleration.cuda.model import FastModel, calibrate
-from vitrail.acceleration.planner import unsupported_by_fused_encoder
+from vitrail.acceleration.cuda.fp8.calibration import calibrate
+from vitrail.acceleration.cuda.inference.encoder import EncoderPrecision
+from vitrail.acceleration.cuda.inference.model import FastModel
+from vitrail.acceleration.planner import hardware_of, unsupported_by_fused_encoder, why_not_fp8
 from vitrail.data.batches import Evaluation, evaluation_batches
 from vitrail.data.sources.opening import open_source
 from vitrail.data.sources.source import Source, Subset
-from vitrail.errors import VitrailError
+from vitrail.errors import ConfigError, VitrailError
 from vitrail.runtime import autocast, choose_device
 
 Path = Callable[[Tensor], Tensor]
@@ -57,8 +57,8 @@ def paths(bundle: vitrail.Bundle, device: torch.device, calibration: Tensor) -> 
     yield "bf16", FastModel(model, EncoderPrecision())
     yield "bf16, exact GELU", FastModel(model, EncoderPrecision(exact=True))
     try:
-        if device.type == "cuda":
-            check_fp8(model, device)
+        if device.type == "cuda" and (why := why_not_fp8(model.config, hardware_of(device))):
+            raise ConfigError(why)
         seen = calibrate(model, calibration, spared=0)
     except VitrailError as error:
         print(f"fp8: skipped, {error}")

@@ -56,11 +56,12 @@ from benchmarks.gpu_lab import device_rates, run_lab, timed
 from tests.support.peers import import_peer, scramble
 
 import vitrail
+from vitrail.acceleration import planner
 from vitrail.acceleration.accelerate import Accelerated
-from vitrail.acceleration.cuda import attention
-from vitrail.acceleration.cuda.encoder import MATMULS, EncoderPrecision
-from vitrail.acceleration.cuda.model import FastModel, calibrate
-from vitrail.acceleration.cuda.training import FusedTraining
+from vitrail.acceleration.cuda.fp8.calibration import calibrate
+from vitrail.acceleration.cuda.inference.encoder import MATMULS, EncoderPrecision
+from vitrail.acceleration.cuda.inference.model import FastModel
+from vitrail.acceleration.cuda.training.model import FusedTraining
 from vitrail.acceleration.planner import can_checkpoint, unsupported_by_fp8, unsupported_by_fused_training
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.models.config import ViTConfig
@@ -251,7 +252,7 @@ def forward_pass(row: Row, model: nn.Module, mode: str | None = None) -> Ready:
     return Ready(lambda: logits(row.images), logits, held(model))
 
 
-def fast(row: Row, model: ViT, numbers: EncoderPrecision, *, graphs: bool = False) -> Ready:
+def fast(row: Row, model: ViT, numbers: EncoderPrecision, *, graphs: bool = True) -> Ready:
     """Build what `vitrail.accelerate` builds on CUDA, on any device."""
     call = Accelerated(FastModel(model.to(row.device), numbers), row.device, graphs=graphs)
     return Ready(lambda: call(row.images), call, held(call.model), replayed=graphs)
@@ -308,8 +309,8 @@ def contestants(options: argparse.Namespace, weights: ViT | None) -> dict[str, d
         "timm compile": peer("timm"),
         "vitrail fp8": lambda row: fast(row, model := ours(row, weights), low(row, model)),
         "vitrail bf16 exact": lambda row: fast(row, ours(row, weights), EncoderPrecision(exact=True)),
-        "vitrail bf16 graphs": lambda row: fast(row, ours(row, weights), EncoderPrecision(), graphs=True),
-        "vitrail fp8 graphs": lambda row: fast(row, model := ours(row, weights), low(row, model), graphs=True),
+        "vitrail bf16 no graphs": lambda row: fast(row, ours(row, weights), EncoderPrecision(), graphs=False),
+        "vitrail fp8 no graphs": lambda row: fast(row, model := ours(row, weights), low(row, model), graphs=False),
         "vitrail fp8 all": lambda row: fast(row, model := ours(row, weights), low(row, model, low=frozenset(MATMULS))),
         "vitrail fp8 unspared": lambda row: fast(row, model := ours(row, weights), low(row, model, spared=0)),
         "vitrail fp8 unfused": lambda row: fast(row, model := ours(row, weights), low(row, model, fused=False)),
@@ -683,7 +684,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--short",
         type=int,
-        default=attention.MAX_TOKENS,
+        default=planner.MAX_SHORT,
         help="use our short-attention kernel in training up to this many tokens",
     )
     options = parser.parse_args()
@@ -718,7 +719,7 @@ def parse() -> argparse.Namespace:
             re.compile(pattern)
         except re.error as error:
             parser.error(f"--contestants {pattern!r} is not a regular expression: {error}")
-    attention.MAX_TOKENS = options.short
+    planner.MAX_SHORT = options.short
     if options.device is None and not torch.cuda.is_available():
         parser.error("no CUDA device was found; see that the program runs with --device cpu, as its first lines say")
     options.device = choose_device(options.device or "cuda")

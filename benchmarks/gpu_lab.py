@@ -18,10 +18,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrail.acceleration.accelerate import Accelerated
-from vitrail.acceleration.cuda import elementwise
-from vitrail.acceleration.cuda.encoder import MATMULS, EncoderPrecision, FastEncoder
-from vitrail.acceleration.cuda.matmul import Affine, Fp8Matmul, InputCalibration, Matmul
-from vitrail.acceleration.cuda.model import FastModel, PatchStem, calibrate
+from vitrail.acceleration.cuda.fp8.calibration import calibrate
+from vitrail.acceleration.cuda.fp8.matmul import Fp8Matmul
+from vitrail.acceleration.cuda.fp8.quantisation import InputCalibration, to_fp8
+from vitrail.acceleration.cuda.inference import elementwise
+from vitrail.acceleration.cuda.inference.encoder import MATMULS, EncoderPrecision, FastEncoder
+from vitrail.acceleration.cuda.inference.matmul import Matmul
+from vitrail.acceleration.cuda.inference.model import FastModel, PatchStem
+from vitrail.acceleration.folding import Affine
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 
@@ -83,7 +87,7 @@ def device_rates(device: torch.device) -> dict[str, float]:
     rates["copy GB/s"] = moved / median_time(lambda: target.copy_(source), device) / 1e9
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
         one = torch.ones((), device=device)
-        a8, b8 = elementwise.to_fp8(a.float(), 0.01), elementwise.to_fp8(b.float(), 0.01)
+        a8, b8 = to_fp8(a.float(), 0.01), to_fp8(b.float(), 0.01)
 
         def matmul() -> Tensor:
             return torch._scaled_mm(a8, b8.t(), one, one, out_dtype=BF16, use_fast_accum=True)
@@ -247,7 +251,7 @@ def bf16_matmuls(config: ViTConfig, batch: int, device: torch.device) -> Iterato
             yield Candidate("fc1 bf16, gelu tanh in cuBLASLt", partial(activated, "gelu_tanh"), flops=flops)
             yield Candidate("fc1 bf16, then gelu, kernel", partial(activated, "gelu"), flops=flops)
             if device.type == "cuda":
-                from vitrail.acceleration.cuda.kernels import multiply
+                from vitrail.acceleration.cuda.inference.kernels import multiply
 
                 multiplied = partial(multiply, x, matmul.weight, matmul.bias)
                 yield Candidate("fc1 bf16 with exact gelu, Triton", partial(multiplied, "gelu"), flops=flops)
@@ -258,13 +262,13 @@ def fp8_matmuls(config: ViTConfig, batch: int, device: torch.device) -> Iterator
     """The four matmuls in fp8, with one scale per matrix or per row."""
     M = batch * config.tokens
     for name, (outputs, inputs) in shapes(config).items():
-        folded, x = weights(outputs, inputs, device), elementwise.to_fp8(torch.randn(M, inputs, device=device), 0.01)
+        folded, x = weights(outputs, inputs, device), to_fp8(torch.randn(M, inputs, device=device), 0.01)
         flops = 2.0 * M * outputs * inputs
         for scales in ("tensor", "row"):
             matmul = Fp8Matmul(folded, BF16, InputCalibration(0.01), "row" if scales == "row" else "tensor")
             yield Candidate(f"{name} fp8, by {scales}", partial(matmul, x), flops=flops, kind="fp8")
         if name == "fc1" and device.type == "cuda":
-            from vitrail.acceleration.cuda.kernels import multiply
+            from vitrail.acceleration.cuda.inference.kernels import multiply
 
             matmul = Fp8Matmul(folded, BF16, InputCalibration(0.01))
             factor = float(matmul.input_scale * matmul.weight_scale)

@@ -85,7 +85,13 @@ def with_vitrail(classifier: Classifier, batch: int) -> Pass:
             prediction = classifier(paths[0])
             return {paths[0]: (int(prediction.name), prediction.probability)}
         rows = [row for rows in predict_items(classifier, list_items(paths), batch=batch) for row in rows]
-        return {os.fsdecode(row.path): (int(row.classes[0]), row.probabilities[0]) for row in rows}
+        return {
+            os.fsdecode(row.path): (
+                int(row.prediction.fields()["classes"][0]),
+                row.prediction.fields()["probabilities"][0],
+            )
+            for row in rows
+        }
 
     return run
 

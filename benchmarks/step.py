@@ -14,17 +14,19 @@ import json
 import statistics
 import sys
 import time
+from functools import partial
 from typing import cast
 
 import torch
 from torch import nn
 
-from vitrail.acceleration.cuda import attention
-from vitrail.acceleration.cuda.training import FusedTraining
+from vitrail.acceleration import planner
+from vitrail.acceleration.cuda.training.model import FusedTraining
 from vitrail.data.batches import Batch
 from vitrail.errors import VitrailError
 from vitrail.models.vit import ViT
 from vitrail.runtime import Processes, choose_device, faster_in_bf16
+from vitrail.tasks.classification import classification_loss
 from vitrail.training.averaging import Average
 from vitrail.training.defaults import DataFacts, TrainingPlan, resolve_defaults
 from vitrail.training.distributed import Ranks
@@ -56,12 +58,13 @@ def prepared(plan: TrainingPlan, options: argparse.Namespace, device: torch.devi
     freeze(model, recipe.freeze)
     average = Average(model, recipe.averaging) if recipe.averaging.on else None
     state = State(model, make_optimizer(model, recipe.optimizer), average, Progress())
-    forward = forward_of(model, recipe, precision, ranks)
+    execution = plan_step(model.config, recipe, precision, device, alone=True)
+    forward = forward_of(model, execution, ranks)
     if options.mode is not None:
-        path = plan_step(model.config, recipe, precision, device, alone=True).path
-        inner = FusedTraining(model) if path == "fused_training" else model
+        inner = FusedTraining(model) if execution.path == "fused_training" else model
         forward = cast("nn.Module", torch.compile(inner, mode=options.mode))
-    return Stepper(recipe, plan.preprocess, device, precision, None, ranks), state, forward
+    loss = partial(classification_loss, recipe.objective, None)
+    return Stepper(recipe, plan.preprocess, device, precision, loss, ranks), state, forward
 
 
 def synchronise(device: torch.device) -> None:
@@ -81,14 +84,14 @@ def main() -> None:
     parser.add_argument(
         "--short",
         type=int,
-        default=attention.MAX_TOKENS,
+        default=planner.MAX_SHORT,
         help="use our short-attention kernel up to this many tokens",
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=30, help="steps per round")
     parser.add_argument("--json", help="append a line with the results to this file")
     options = parser.parse_args()
-    attention.MAX_TOKENS = options.short
+    planner.MAX_SHORT = options.short
     device = choose_device(options.device)
     names = tuple(map(str, range(options.classes)))
     plan = resolve_defaults(

@@ -5,6 +5,7 @@ import functools
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -28,17 +29,18 @@ LAYER = {
     "charts": 2,
     "checkpoints": 3,
     "acceleration": 3,
-    "evaluation": 4,
-    "exporting": 4,
-    "training": 5,
-    "inference": 5,
-    "explanations": 5,
-    "reports": 6,
-    "serving": 6,
-    "api": 7,
-    "__init__": 8,
-    "cli": 8,
-    "__main__": 9,
+    "tasks": 4,
+    "evaluation": 5,
+    "exporting": 5,
+    "training": 6,
+    "inference": 6,
+    "explanations": 6,
+    "reports": 7,
+    "serving": 7,
+    "api": 8,
+    "__init__": 9,
+    "cli": 9,
+    "__main__": 10,
 }
 
 
@@ -80,8 +82,60 @@ def test_layers_only_import_downwards() -> None:
     assert wrong == []
 
 
+def test_acceleration_has_no_import_cycles() -> None:
+    """Not even through an import inside a function, which would only hide one."""
+    names = {f"vitrail.{name}".removesuffix(".__init__"): tree for name, tree in modules().items()}
+    graph: dict[str, set[str]] = {}
+    for name, tree in names.items():
+        if top(name) == "acceleration":
+            graph[name] = {target for target in module_imports(tree, set(names)) if top(target) == "acceleration"}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
+
+
+def module_imports(tree: ast.Module, known: set[str]) -> set[str]:
+    """Return the modules that a module imports, also as names of their package."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & known
+
+
 def test_every_entry_has_a_layer() -> None:
     assert {top(module) for module in modules()} <= set(LAYER)
+
+
+# What a command needs of the package besides its public names, and why.
+CLI_EXCEPTIONS = {
+    ("cli.app", "vitrail._version"): "the version, without importing anything else",
+    ("cli.output", "vitrail.io"): "an error while writing to stdout becomes a message",
+    ("cli.report", "vitrail.reports"): "the command prints the warnings that the function logs",
+    ("cli.train", "vitrail.reports"): "the report of a finished run or sweep",
+    ("cli.train", "vitrail.training"): "the grid of a sweep is parsed and printed, and a signal sets the exit code",
+}
+
+
+def runtime_imports(tree: ast.Module) -> list[str]:
+    """Return the imports of a module, without those for type checkers."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = [ast.Pass()]
+    return imports(tree)
+
+
+def test_commands_use_only_the_public_functions() -> None:
+    """A command decodes its options, calls a function of `vitrail` and encodes the result (docs/decisions/0001)."""
+    light = ("vitrail.cli", "vitrail.text", "vitrail.errors")
+    used = {
+        (module, ".".join(target.split(".")[:2]))
+        for module, tree in modules().items()
+        if top(module) == "cli"
+        for target in runtime_imports(ast.parse(ast.unparse(tree)))
+        if target.startswith("vitrail.") and not target.startswith(light)
+    }
+    assert {entry for entry in used if entry[1].removeprefix("vitrail.") not in vitrail.__all__} == set(CLI_EXCEPTIONS)
 
 
 def test_models_import_only_torch_and_lower_layers() -> None:

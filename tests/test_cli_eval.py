@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from tests.support.commands import CommandOutput, RunCommand, run_command
+from tests.support.metrics import classified
 
 import vitrail
 from vitrail.checkpoints.bundle import Bundle
@@ -66,10 +67,10 @@ def test_a_plain_folder(run: RunCommand, bundle: Path, data: Path) -> None:
     assert "% on 20 images, 95% interval " in lines[0]
     assert "; always 'cat' gives 50.0%, chance 50.0%; " in lines[0]
     assert lines[0].endswith("; evaluated on all images; it is unknown whether the model was trained on them.")
-    assert done.err.startswith("WARNING: no better than guessing: "), "noise cannot be classified"
+    assert done.after_plan.startswith("WARNING: no better than guessing: "), "noise cannot be classified"
     assert "; weakest class " in lines[0]
     for words in (
-        "top-1",
+        "accuracy",
         "macro-F1",
         "calibration error",
         "The mean confidence is",
@@ -90,7 +91,7 @@ def test_json_output(run: RunCommand, bundle: Path, data: Path) -> None:
     assert np.array(result["confusion"]).sum() == 20
     assert result["bad"][0]["name"].endswith("text.png")
     assert "; 1 more could not be read; evaluated on all images; it is unknown whether" in result["summary"]
-    assert result["warnings"] == [line.removeprefix("WARNING: ") for line in done.err.splitlines()]
+    assert result["warnings"] == [line.removeprefix("WARNING: ") for line in done.after_plan.splitlines()]
     assert result["warnings"]
     text = run(bundle, data).out
     assert text.startswith(result["summary"] + ".\n")
@@ -302,7 +303,8 @@ def test_python_and_command_agree(run: RunCommand, bundle: Path, data: Path) -> 
         assert printed.startswith(f"{result.summary}.\n")
     opened = vitrail.evaluate(vitrail.load(bundle), str(data), workers=0)
     assert opened.as_dict() == vitrail.evaluate(bundle, data, workers=0).as_dict()
-    assert opened.top1_interval.low <= opened.top1 <= opened.top1_interval.high
+    metrics = classified(opened)
+    assert metrics.top1_interval.low <= metrics.top1 <= metrics.top1_interval.high
 
 
 def test_python_uses_the_split_of_the_run(bundle: Path, data: Path) -> None:

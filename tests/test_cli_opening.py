@@ -93,7 +93,7 @@ def test_every_command_fails_on_ambiguous_fields(command: str, images: Path, tmp
 @pytest.mark.parametrize(
     ("command", "more", "message"),
     [
-        ("predict", ("no head",), "the model has no classification head"),
+        ("predict", ("no head",), "the model has no head"),
         ("predict", ("--engine", "onxx"), "'onxx'"),
         ("eval", ("no head",), "the model has no head"),
         ("embed", ("--layer", "9"), "layer"),

@@ -75,6 +75,28 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
             exec(compile("\n" * line + code, str(page), "exec"), names)
 
 
+# Pages that import from a submodule, and what they teach with it. Everything else uses the names of `vitrail`.
+DEEP_IMPORTS = {
+    ("docs/guides/data.md", "vitrail.data.batches"): "batches for your own training loop",
+    ("docs/guides/data.md", "vitrail.data.cache"): "the cache of decoded images",
+    ("docs/guides/data.md", "vitrail.data.stream"): "batches for your own training loop",
+    ("docs/guides/explain.md", "vitrail.explanations.attention"): "maps of tensors, for research code",
+    ("docs/guides/explain.md", "vitrail.explanations.relevance"): "maps of tensors, for research code",
+    ("docs/guides/figures.md", "vitrail.explanations.figures"): "the numbers of a figure",
+    ("docs/guides/performance.md", "vitrail.acceleration.auto"): "engines for your own service",
+    ("docs/guides/performance.md", "vitrail.acceleration.engine"): "engines for your own service",
+    ("docs/how-a-vit-sees.md", "vitrail.models.stems"): "how an image becomes patches",
+}
+
+
+def test_pages_and_examples_teach_the_public_names() -> None:
+    """A page that imports from a submodule would break when the submodule is tidied up."""
+    code = [(name_of(page), text) for page in PAGES for _, text in python_blocks(page)]
+    code += [(name_of(path), path.read_text(encoding="utf-8")) for path in EXAMPLES]
+    deep = re.compile(r"^\s*(?:from|import) (vitrail\.\S+)", re.MULTILINE)
+    assert {(name, module) for name, text in code for module in deep.findall(text)} == set(DEEP_IMPORTS)
+
+
 def page_functions(page: Path, folder: Path) -> dict[str, Any]:
     """Run the code of a page in a folder and return its namespace."""
     with namespace(page) as names, contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):

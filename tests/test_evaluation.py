@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
+from tests.support.metrics import classified
 from torch import Tensor, nn
 
 from vitrail.checkpoints.bundle import Bundle
@@ -15,9 +16,12 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Arrays, digits
 from vitrail.data.sources.splits import split_of
 from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged
-from vitrail.evaluation import Evaluation, Predictions, evaluate, evaluate_bundle, evaluate_predictions, predict_all
+from vitrail.evaluation import evaluate, evaluate_bundle, predict_all
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
+from vitrail.tasks.classification_metrics import ClassificationMetrics, classification_metrics
+from vitrail.tasks.metrics import Metrics
+from vitrail.tasks.task import Predictions
 from vitrail.text import percent
 
 CPU = torch.device("cpu")
@@ -68,12 +72,12 @@ class Corrupt:
         return index, 0
 
 
-def same(one: Evaluation, other: Evaluation) -> bool:
+def same(one: Metrics, other: Metrics) -> bool:
     return one.as_dict() == other.as_dict()
 
 
 def test_metrics_agree_with_the_model(bundle: Bundle) -> None:
-    result = evaluate_bundle(bundle, DIGITS, device="cpu", workers=0)
+    result = classified(evaluate_bundle(bundle, DIGITS, device="cpu", workers=0))
     images = np.stack([DIGITS.read(index) for index in range(len(DIGITS))])
     bundle.model.eval()
     with torch.no_grad():
@@ -103,9 +107,9 @@ def test_metrics_agree_with_the_model(bundle: Bundle) -> None:
 
 
 def test_workers_and_batch_size_do_not_matter(bundle: Bundle) -> None:
-    one, two = (evaluate_bundle(bundle, DIGITS, device="cpu", workers=workers) for workers in (0, 2))
+    one, two = (classified(evaluate_bundle(bundle, DIGITS, device="cpu", workers=n)) for n in (0, 2))
     assert same(one, two)
-    other = evaluate_bundle(bundle, DIGITS, device="cpu", batch=7, workers=0)
+    other = classified(evaluate_bundle(bundle, DIGITS, device="cpu", batch=7, workers=0))
     assert (other.confusion == one.confusion).all()
     assert other.loss == pytest.approx(one.loss, rel=1e-5)
 
@@ -117,9 +121,10 @@ def test_progress_is_reported(bundle: Bundle) -> None:
 
 
 def test_as_dict_is_json(bundle: Bundle) -> None:
-    result = evaluate_bundle(bundle, Corrupt(3), device="cpu", workers=0)
+    result = classified(evaluate_bundle(bundle, Corrupt(3), device="cpu", workers=0))
     again = json.loads(json.dumps(result.as_dict(), allow_nan=False))
     assert again == result.as_dict()
+    assert ClassificationMetrics.from_dict(again).as_dict() == again
     assert np.array(again["confusion"]).sum() == again["images"] == 199
     assert len(again["reliability"]) == 15
     assert again["worst"][0].keys() == {"index", "name", "true", "predicted", "confidence"}
@@ -129,14 +134,16 @@ def test_classes_in_another_order_are_renumbered(bundle: Bundle) -> None:
     straight = evaluate_bundle(bundle, DIGITS, device="cpu", workers=0)
     turned = Arrays(ALL_DIGITS.images, 9 - ALL_DIGITS.labels, tuple(str(9 - digit) for digit in range(10)))
     assert same(evaluate_bundle(bundle, split_of(turned, DIGITS.indices), device="cpu", workers=0), straight)
-    wrong = evaluate_bundle(bundle, split_of(turned, DIGITS.indices), device="cpu", workers=0, by_number=True)
+    wrong = classified(
+        evaluate_bundle(bundle, split_of(turned, DIGITS.indices), device="cpu", workers=0, by_number=True)
+    )
     assert wrong.top1 < 0.5
 
 
 def test_a_subset_of_the_classes(bundle: Bundle) -> None:
     some = np.isin(ALL_DIGITS.labels, (3, 8))
     source = Arrays(ALL_DIGITS.images[some], (ALL_DIGITS.labels[some] == 8).astype(np.int64), ("3", "8"))
-    result = evaluate_bundle(bundle, source, device="cpu", workers=0)
+    result = classified(evaluate_bundle(bundle, source, device="cpu", workers=0))
     assert [row.name for row in result.per_class if row.images] == ["3", "8"]
     assert {row.name for row in result.weakest_first} == {"3", "8"}
     assert result.per_class[0].recall is None
@@ -155,7 +162,7 @@ def test_classes_that_do_not_match(bundle: Bundle) -> None:
     with pytest.raises(DataError, match="image 0 has no class"):
         evaluate_bundle(bundle, without, device="cpu", workers=0)
     headless = Bundle(ViT(bundle.model.config.replace(classes=0)), PRE)
-    with pytest.raises(CheckpointError, match="the model has no head, so it cannot predict classes"):
+    with pytest.raises(CheckpointError, match="the model has no head, so it makes no predictions"):
         evaluate_bundle(headless, DIGITS, device="cpu", workers=0)
     batches = evaluation_batches(EvaluationData(other, PRE, 2), workers=0)
     with pytest.raises(DataError, match="the model has 10 classes and the data 2"):
@@ -165,7 +172,7 @@ def test_classes_that_do_not_match(bundle: Bundle) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_bad_images_are_listed_and_skipped(bundle: Bundle, workers: int) -> None:
     corrupt = (0, *range(64, 128), 199)  # the second batch has none that can be read
-    result = evaluate_bundle(bundle, Corrupt(*corrupt), device="cpu", workers=workers)
+    result = classified(evaluate_bundle(bundle, Corrupt(*corrupt), device="cpu", workers=workers))
     assert [bad.name for bad in result.bad] == [f"digits/{index}.png" for index in corrupt]
     assert result.images == 200 - len(corrupt)
     assert result.summary.endswith("; 66 more could not be read")
@@ -214,8 +221,8 @@ def odd() -> Iterator[Callable[..., Predictions]]:
 def test_modes_are_restored_and_dropout_is_off(odd: Callable[..., Predictions]) -> None:
     result = odd(odd_source())
     assert result.indices.tolist() == list(range(6))
-    assert result.probabilities.dtype == np.float32
-    assert result.probabilities.tolist() == [pytest.approx([0.1] * 10)] * 6
+    assert result.outputs.dtype == np.float32
+    assert result.outputs.tolist() == [pytest.approx([0.1] * 10)] * 6
 
 
 def test_outputs_that_are_not_finite_name_the_image(odd: Callable[..., Predictions]) -> None:
@@ -226,7 +233,9 @@ def test_outputs_that_are_not_finite_name_the_image(odd: Callable[..., Predictio
 
 
 def test_low_precision_is_close(bundle: Bundle) -> None:
-    exact, low = (evaluate_bundle(bundle, DIGITS, device="cpu", workers=0, precision=p) for p in ("float32", "bf16"))
+    exact, low = (
+        classified(evaluate_bundle(bundle, DIGITS, device="cpu", workers=0, precision=p)) for p in ("float32", "bf16")
+    )
     assert low.loss == pytest.approx(exact.loss, abs=0.03)
     assert low.loss != exact.loss
     with pytest.raises(ConfigError, match="no precision is called"):
@@ -244,7 +253,7 @@ def source_of(count: int) -> Arrays:
 
 
 def test_the_summary() -> None:
-    result = evaluate_predictions(predictions(354, 6), source_of(360))
+    result = classification_metrics(predictions(354, 6), source_of(360))
     assert result.summary == (
         "98.3% on 360 held-out images, 95% interval 96.4–99.2; always 'cat' gives 98.3%, chance 50.0%; "
         "weakest class dog"
@@ -253,7 +262,7 @@ def test_the_summary() -> None:
     assert [text.split(":")[0] for text in result.as_dict()["warnings"]] == ["no better than guessing"]
     assert result.top5 is None
     assert result.ece == pytest.approx(354 / 360 - 0.8)
-    perfect = evaluate_predictions(predictions(1, 0), source_of(1), kind="images")
+    perfect = classification_metrics(predictions(1, 0), source_of(1), kind="images")
     assert perfect.summary == "100.0% on 1 image, 95% interval 20.7–100.0"
     assert (perfect.weakest, perfect.worst) == (None, ())
 

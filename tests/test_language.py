@@ -19,12 +19,12 @@ from vitrail import Bundle, Preprocess, ViT, ViTConfig
 from vitrail.cli.app import app
 from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.source import Arrays
-from vitrail.evaluation import Predictions, evaluate_predictions
 from vitrail.serving.openapi import document
 from vitrail.serving.settings import Settings, name_models
-from vitrail.training.criterion import validation_metrics
+from vitrail.tasks.classification_metrics import classification_metrics
+from vitrail.tasks.lookup import CLASSIFICATION
+from vitrail.tasks.task import Predictions
 from vitrail.training.recipe import option_names
-from vitrail.training.run_folder import NUMBERS
 
 ROOT = Path(__file__).parents[1]
 OTHER_TERMS = {
@@ -129,13 +129,13 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     Bundle(ViT(config), Preprocess(size=(16, 16)), ("a", "b", "c")).save(folder / "bundle")
     labels = np.arange(12) % 3
     predictions = Predictions(np.full((12, 3), 1 / 3, np.float32), labels, np.arange(12))
-    result = evaluate_predictions(predictions, Arrays(np.zeros((12, 2, 2), np.uint8), labels, ("a", "b", "c")))
+    result = classification_metrics(predictions, Arrays(np.zeros((12, 2, 2), np.uint8), labels, ("a", "b", "c")))
     return {
         "recipe": {word for name in option_names() for word in name.split(".")},
         "config.json": set(keys_of(json.loads((folder / "bundle" / "config.json").read_text(encoding="utf-8")))),
         "split.json": set(open_data("digits").record),
         "result.json": set(keys_of(result.as_dict())),
-        "metrics.jsonl": {*NUMBERS, *validation_metrics(predictions)},
+        "metrics.jsonl": {CLASSIFICATION.training_metric.key, *CLASSIFICATION.validation(predictions, ("a", "b", "c"))},
         "HTTP": set(properties_of(document(Settings(models=name_models([str(folder / "bundle")]))))),
     }
 

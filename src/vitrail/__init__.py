@@ -13,27 +13,38 @@ from vitrail._version import __version__
 
 if TYPE_CHECKING:
     from vitrail.api import (
+        ServeSettings,
         accelerate,
+        bench,
+        check,
         convert,
         create,
         describe,
         embed,
         evaluate,
         explain,
+        explain_files,
         export,
+        figures,
+        inspect,
+        list_models,
         load,
+        predict,
         probe,
         report,
+        serve,
         sweep,
         train,
     )
     from vitrail.checkpoints.bundle import Bundle
     from vitrail.data.preprocess import Preprocess
+    from vitrail.data.sources.opening import open_data
     from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged, InputError, VitrailError
     from vitrail.inference.classifier import Classifier
     from vitrail.models.config import ViTConfig
     from vitrail.models.variants import variant_config
     from vitrail.models.vit import ViT
+    from vitrail.training.recipe import Recipe, read_recipe
 
 __all__ = [
     "Bundle",
@@ -44,59 +55,61 @@ __all__ = [
     "Diverged",
     "InputError",
     "Preprocess",
+    "Recipe",
+    "ServeSettings",
     "ViT",
     "ViTConfig",
     "VitrailError",
     "__version__",
     "accelerate",
+    "bench",
+    "check",
     "convert",
     "create",
     "describe",
     "embed",
     "evaluate",
     "explain",
+    "explain_files",
     "export",
+    "figures",
+    "inspect",
+    "list_models",
     "load",
+    "open_data",
+    "predict",
     "probe",
+    "read_recipe",
     "report",
+    "serve",
     "sweep",
     "train",
     "variant_config",
 ]
 
-_HOME = {
+_HOME = {  # of the names that are not in `vitrail.api`
     "Bundle": "vitrail.checkpoints.bundle",
     "Preprocess": "vitrail.data.preprocess",
-    "Classifier": "vitrail.inference.classifier",
-    "accelerate": "vitrail.api",
-    "convert": "vitrail.api",
-    "embed": "vitrail.api",
-    "evaluate": "vitrail.api",
-    "explain": "vitrail.api",
-    "export": "vitrail.api",
-    "load": "vitrail.api",
-    "probe": "vitrail.api",
-    "report": "vitrail.api",
-    "sweep": "vitrail.api",
-    "train": "vitrail.api",
-    "create": "vitrail.api",
-    "describe": "vitrail.api",
+    "open_data": "vitrail.data.sources.opening",
     "CheckpointError": "vitrail.errors",
     "ConfigError": "vitrail.errors",
     "DataError": "vitrail.errors",
     "Diverged": "vitrail.errors",
     "InputError": "vitrail.errors",
     "VitrailError": "vitrail.errors",
+    "Classifier": "vitrail.inference.classifier",
     "ViTConfig": "vitrail.models.config",
     "variant_config": "vitrail.models.variants",
     "ViT": "vitrail.models.vit",
+    "Recipe": "vitrail.training.recipe",
+    "read_recipe": "vitrail.training.recipe",
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'vitrail' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(_HOME.get(name, "vitrail.api")), name)
 
 
 def __dir__() -> list[str]:

@@ -1,86 +1,92 @@
 """The public functions: `vitrail.create`, `vitrail.train`, `vitrail.evaluate` and so on."""
 
+import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Never
-
-import torch
+from typing import Any, Literal, Never
 
 from vitrail.acceleration.accelerate import accelerate
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.convert import Conversion, convert
+from vitrail.checkpoints.inspect import Inspection, inspect
 from vitrail.checkpoints.load import load, ready_bundle
+from vitrail.data.checking.full_check import DataCheck, check
 from vitrail.data.sources.selection import choose_images, recorded_split
-from vitrail.errors import ConfigError, unknown_argument
-from vitrail.evaluation import Evaluation, evaluate_chosen
-from vitrail.explanations.explain import explain
-from vitrail.explanations.explanation import Explanation
+from vitrail.errors import ConfigError, DataError
+from vitrail.evaluation import evaluate_chosen
+from vitrail.explanations.attention import Fuse, Query
+from vitrail.explanations.explain import Each, Explainer, check_grid, explain
+from vitrail.explanations.explanation import Explanation, ending_of, plan_outputs
+from vitrail.explanations.figures.draw import WITH_IMAGES, DrawnFigures, check_folder, draw_figures, select_figures
+from vitrail.explanations.files import Drawing, ExplainedFiles, write_explanations
+from vitrail.explanations.request import ExplanationRequest, Method
 from vitrail.exporting import Export, export
+from vitrail.inference.benchmark import Benchmark, bench
 from vitrail.inference.embed import EmbedResult, embed
+from vitrail.inference.listing import EMPTY_STDIN, STDIN, list_items, read_stdin
+from vitrail.inference.predict import Summary
+from vitrail.inference.predictions import predict
 from vitrail.inference.probe import ProbeResult, probe
-from vitrail.models.config import FIELD_ALIASES, ViTConfig, value_here
-from vitrail.models.stages import Cost, Stage, cost, sample_image, stages
-from vitrail.models.variants import variant_config
-from vitrail.models.vit import ViT
+from vitrail.inference.skipped import SkippedFiles
+from vitrail.models.create import Description, ModelInfo, create, describe, list_models
 from vitrail.reports.report import report, report_of_finished
-from vitrail.runtime import Precision, autocast, choose_device
-from vitrail.text import printable
+from vitrail.runtime import OnPlan, OnProgress, Precision, autocast, choose_device, on_stage
+from vitrail.serving.settings import Settings, name_models
+from vitrail.tasks.metrics import Metrics
+from vitrail.tasks.task import Prediction
+from vitrail.text import printable, printable_path
 from vitrail.training.recipe import Recipe, unknown_setting
 from vitrail.training.sweep import Sweep, sweep
 from vitrail.training.train import Run
 from vitrail.training.train import train as train_run
 
 __all__ = [
+    "Benchmark",
     "Conversion",
+    "DataCheck",
     "Description",
+    "DrawnFigures",
     "EmbedResult",
-    "Evaluation",
+    "ExplainedFiles",
     "Explanation",
     "Export",
+    "Inspection",
+    "Metrics",
+    "ModelInfo",
+    "Prediction",
     "ProbeResult",
     "Run",
+    "ServeSettings",
+    "Summary",
     "Sweep",
     "accelerate",
+    "bench",
+    "check",
     "convert",
     "create",
     "describe",
     "embed",
     "evaluate",
     "explain",
+    "explain_files",
     "export",
+    "figures",
+    "inspect",
+    "list_models",
     "load",
+    "predict",
     "probe",
     "report",
+    "serve",
     "sweep",
     "train",
 ]
 
-LARGE = 150_000_000
-"""Above this many parameters, `describe` only infers shapes (meta device): initialising the weights would be slow."""
-
-
-def create(
-    name: str | ViTConfig,
-    *,
-    classes: int | None = None,
-    image_size: int | tuple[int, int] | None = None,
-    patch_size: int | tuple[int, int] | None = None,
-    channels: int | None = None,
-    **unknown: Never,
-) -> ViT:
-    """Build a new model with random weights, from a name or a `ViTConfig`.
-
-    `name` is a paper's name ("B/16") or timm's ("vit_small_patch16_224"); `vitrail models` lists them. The other
-    arguments change the most common fields of the config. To change another field, pass a config:
-    `create(variant_config("B/16").replace(pool="mean"))`. To open a pretrained model, use `load`.
-    """
-    for argument in unknown:
-        raise _unknown_of_model(argument, unknown[argument])
-    changes = {"classes": classes, "image_size": image_size, "patch_size": patch_size, "channels": channels}
-    return ViT(_config(name).replace(**{field: value for field, value in changes.items() if value is not None}))
+ServeSettings = Settings
+_SERVE_PACKAGES = ("starlette", "uvicorn", "prometheus_client", "python_multipart")
 
 
 def train(
@@ -131,66 +137,130 @@ def evaluate(
     precision: Precision = "float32",
     batch: int = 64,
     workers: int | None = None,
-) -> Evaluation:
+    overrides: Mapping[str, Any] | None = None,
+    keys: str | Path | None = None,
+    on_progress: OnProgress | None = None,
+    on_plan: OnPlan | None = None,
+) -> Metrics:
     """Evaluate a model on labelled images. Returns the same type as `Run.metrics`.
 
     By default it uses the test split that the data defines, or its validation split. If the data defines neither, it
     uses the test split of the model's run, or else all images. `summary` says which split it was, and whether the model
     was trained on it. `by_number` matches classes by index instead of by name. `bad` lists unreadable images.
+    `overrides` and `keys` are those of `load`.
     """
     autocast(choose_device(device), precision)  # fail early on a wrong device or precision
-    bundle = ready_bundle(model)
+    bundle = ready_bundle(model, overrides=overrides, keys=keys)
     record = recorded_split(bundle.origin)
+    chosen = choose_images(data, split, record=record, on_progress=on_stage(on_progress, "listing"))
     return evaluate_chosen(
         bundle,
-        choose_images(data, split, record=record),
+        chosen,
         record,
         device=device,
         precision=precision,
         batch=batch,
         workers=workers,
         by_number=by_number,
+        on_progress=on_stage(on_progress, "evaluating"),
+        on_plan=on_plan,
     )
 
 
-class Description(NamedTuple):
-    """The config of a model, its cost, and the shape of each intermediate tensor."""
+def figures(
+    model: str | Path | Bundle,
+    images: str | Path | Sequence[str | Path] = (),
+    *,
+    out: str | Path = "figures",
+    only: Sequence[str] | None = None,
+    device: str = "auto",
+    overrides: Mapping[str, Any] | None = None,
+    keys: str | Path | None = None,
+    overwrite: bool = False,
+    on_progress: OnProgress | None = None,
+) -> DrawnFigures:
+    """Draw the figures of the ViT paper into a folder, with captions: filters, positions, distance and rollout.
 
-    config: ViTConfig
-    cost: Cost
-    stages: list[Stage]
-    computed: bool
-    """Whether the model ran on an image. For large models, only the shapes are inferred."""
-
-
-def describe(name: str | ViTConfig) -> Description:
-    """Return the parameters, FLOPs and intermediate shapes of a model, by running a new one on a synthetic image."""
-    config = _config(name)
-    spent = cost(config)
-    computed = spent.parameters <= LARGE
-    with torch.device("cpu" if computed else "meta"), torch.random.fork_rng(devices=[]):
-        model, image = ViT(config).eval(), sample_image(config.channels, config.image_size)
-    if not computed:
-        model = model.to("meta")
-    return Description(config, spent, stages(model, image), computed)
-
-
-def _unknown_of_model(argument: str, value: object) -> ConfigError:
-    """Map another library's argument to ours, or show how to change the config field."""
-    ours = FIELD_ALIASES.get(argument, argument)
-    hint = ""
-    if ours in ("classes", "image_size", "patch_size", "channels"):
-        hint = f"vitrail calls it {ours}: {ours}={value!r}"
-    elif ours in ViTConfig.model_fields:
-        hint = f"change it in the config: create(variant_config(…).replace({ours}={value_here(argument, value)}))"
-    elif argument in ("pretrained", "checkpoint_path"):
-        hint = "create builds a new model; vitrail.load opens a pretrained one, such as load('timm:name.tag')"
-    return unknown_argument(create, argument, hint)
+    `filters` and `positions` are drawn from the weights. `distance` and `rollout` need `images`: files, folders or
+    patterns, of which at most 128 are sampled. `only` names the figures to draw, by default all that are possible.
+    `overrides` and `keys` are those of `load`.
+    """
+    places = _places(images)
+    selected, folder = select_figures(only, with_images=bool(places)), Path(out)
+    check_folder(folder, selected, overwrite=overwrite)
+    choose_device(device)  # fail early on a wrong device
+    items = list_items(places, stdin=read_stdin())
+    bundle = ready_bundle(model, overrides=overrides, keys=keys)
+    drawn = draw_figures(bundle, items, selected, folder, device=device, overwrite=overwrite, on_progress=on_progress)
+    return drawn._replace(left_out=() if places or only else WITH_IMAGES)
 
 
-def _config(name: str | ViTConfig) -> ViTConfig:
-    if isinstance(name, ViTConfig):
-        return name
-    if isinstance(name, str):
-        return variant_config(name)
-    raise ConfigError(f"expected a model name such as 'B/16', or a ViTConfig, found {name!r}")
+def explain_files(
+    model: str | Path | Bundle,
+    images: str | Path | Sequence[str | Path],
+    *,
+    method: Method = "relevance",
+    target: str | int | None = None,
+    layer: int | None = None,
+    head: int | None = None,
+    query: Query | None = None,
+    fuse: Fuse = "mean",
+    discard: float = 0.0,
+    grid: Each | None = None,
+    out: str | Path = "explanations",
+    arrays: bool = False,
+    opacity: float = 0.6,
+    side: int | None = None,
+    device: str = "auto",
+    overrides: Mapping[str, Any] | None = None,
+    keys: str | Path | None = None,
+    overwrite: bool = False,
+    on_progress: OnProgress | None = None,
+) -> ExplainedFiles:
+    """Explain many images and write a PNG per image to the folder `out`, and with `arrays` the map as .npy.
+
+    `images` are files, folders, patterns, manifests or tar shards. `method` and its options are those of `explain`.
+    `grid` shows all "heads" or all "layers" in one image. `opacity` is that of the map, `side` the longer side of an
+    image in pixels. `overrides` and `keys` are those of `load`.
+    """
+    request = ExplanationRequest(method, layer, head, query, fuse, discard)
+    if grid is not None:
+        check_grid(request, grid)
+    places, skipped = _places(images), SkippedFiles()
+    items = list(list_items(places, stdin=read_stdin(), skipped=skipped))
+    if not items:
+        none = EMPTY_STDIN if set(places) == {STDIN} else f"no images in {', '.join(map(printable_path, places))}"
+        raise DataError("; ".join([none, *skipped.messages()]))
+    ending = ending_of(request, None if target is None else str(target), grid)
+    names = [item.name for item in items]
+    planned = plan_outputs(names, Path(out), ending, arrays=arrays, overwrite=overwrite)
+    bundle = ready_bundle(model, overrides=overrides, keys=keys)
+    explainer, drawing = Explainer(bundle, request, target=target, device=device), Drawing(grid, opacity, side)
+    done = write_explanations(explainer, items, planned, drawing, overwrite=overwrite, on_progress=on_progress)
+    return done._replace(skipped=tuple(skipped.messages()))
+
+
+def serve(models: str | Path | Sequence[str | Path] | ServeSettings, *, started: float | None = None) -> None:
+    """Serve models over HTTP until a signal stops the process: `serve("runs/pets/best")`, at http://127.0.0.1:8000/.
+
+    `models` is what `load` opens, or "NAME=MODEL", one or several; the first is the default. For another port, a token
+    or limits, pass the settings: `serve(ServeSettings(models=["runs/pets/best"], port=9000, token="secret"))`. Needs
+    the packages of `vitrail[serve]`. `started` is the time the program started, for the startup time in the log.
+    """
+    missing = [package for package in _SERVE_PACKAGES if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ConfigError(
+            f"vitrail serve needs packages that are not installed ({', '.join(missing)}); install them with pip "
+            f"install 'vitrail[serve]'"
+        )
+    from vitrail.serving.run import serve as run  # needs the packages
+
+    if not isinstance(models, Settings):
+        models = Settings(
+            models=name_models([str(models)] if isinstance(models, str | Path) else list(map(str, models)))
+        )
+    run(models, started=started)
+
+
+def _places(images: str | Path | Sequence[str | Path]) -> list[str]:
+    return [str(images)] if isinstance(images, str | Path) else [str(image) for image in images]

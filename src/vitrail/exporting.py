@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -17,6 +17,7 @@ from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import ready_bundle
 from vitrail.checkpoints.writing import atomic_file
 from vitrail.errors import CheckpointError, ConfigError, suggest
+from vitrail.tasks.lookup import task_of
 
 Form = Literal["onnx", "torch", "openvino"]
 SUFFIXES: dict[Form, str] = {"onnx": ".onnx", "torch": ".pt2", "openvino": ".xml"}
@@ -47,6 +48,8 @@ def export(
     preprocess: bool = False,
     channels_last: bool = False,
     opset: int | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    keys: str | Path | None = None,
     overwrite: bool = False,
 ) -> Export:
     """Export a model as a graph for another runtime, with a dynamic batch size, and verify it before renaming it.
@@ -54,10 +57,10 @@ def export(
     With `preprocess` the graph takes uint8 pixels (0…255) and normalises them; without, it takes the output of
     `Preprocess.normalise`. With `channels_last` it takes (B, H, W, C), as decoders return images. Decoding and
     resizing are not part of the graph. Classes and preprocessing are written into the ONNX file, or to a .json file
-    next to the other formats. `opset` is the ONNX opset version.
+    next to the other formats. `opset` is the ONNX opset version. `overrides` and `keys` are those of `load`.
     """
     target = check_request(Path(output), to, opset, overwrite=overwrite)
-    opened = ready_bundle(bundle)
+    opened = ready_bundle(bundle, overrides=overrides, keys=keys)
     graph = Graph(opened.model, opened.preprocess if preprocess else None, channels_last=channels_last)
     metadata = describe_graph(graph, opened)
     with atomic_file(target, overwrite=overwrite) as temporary:
@@ -88,6 +91,11 @@ def describe_graph(graph: Graph, bundle: Bundle) -> dict[str, Any]:
             "normalised": "inside" if inside else "outside: (pixels / 255 - mean) / std",
         },
         "output": output_name(bundle.model),
+        **(
+            {"task": bundle.task, "activation": task_of(bundle).activation}
+            if config.classes and config.pool != "none"
+            else {}
+        ),
         "classes": None if bundle.classes is None else list(bundle.classes),
         "preprocess": json.loads(bundle.preprocess.to_json()),
     }

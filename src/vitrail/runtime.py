@@ -9,17 +9,22 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed
+from torch import nn
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from vitrail.errors import ConfigError, suggest
 
 Precision = Literal["float32", "bf16", "fp16"]
+OnProgress = Callable[[str, int, int | None], None]
+"""Called with what is being done, such as "listing", how many are done, and the total if it is known."""
+OnPlan = Callable[[str], None]
+"""Called with the execution plan as one line, before the first image."""
 TIMEOUT = datetime.timedelta(hours=1)
 """How long ranks wait for each other; one may be decoding a dataset or downloading a model."""
 GRACE = 600.0
@@ -96,6 +101,18 @@ def busy_cpu_note(device: torch.device) -> str | None:
         f"note: this machine is busy (load {load:.1f} on {cpus} CPUs), so training may be slow; "
         f"OMP_WAIT_POLICY=passive often helps (see Busy CPUs in docs/guides/train.md)"
     )
+
+
+@contextlib.contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Switch a model to eval mode; on exit, every submodule gets its previous mode back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 @contextlib.contextmanager
@@ -211,3 +228,24 @@ def _number(name: str) -> int:
         return int(os.environ[name])
     except ValueError:
         raise ConfigError(f"{name} should be an integer, found {os.environ[name]!r}") from None
+
+
+# ── progress ──
+
+
+class StageProgress(Protocol):
+    """Called with how many are done in one stage, and the total if it is known."""
+
+    def __call__(self, done: int, total: int | None = None) -> None:
+        """Report progress."""
+
+
+def on_stage(on_progress: OnProgress | None, stage: str) -> StageProgress | None:
+    """Return the callback of one stage."""
+    if on_progress is None:
+        return None
+
+    def report(done: int, total: int | None = None) -> None:
+        on_progress(stage, done, total)
+
+    return report

@@ -96,6 +96,15 @@ def as_percent(value: float | None) -> str:
     return "–" if value is None else f"{percent(value)}%"
 
 
+def capitalised(text: str) -> str:
+    """Return text with a capital first letter; the rest stays as it is.
+
+    >>> capitalised("macro-F1")
+    'Macro-F1'
+    """
+    return text[:1].upper() + text[1:]
+
+
 def duration(seconds: float) -> str:
     """Format a duration.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import vitrail
 from vitrail import Bundle
-from vitrail.acceleration.accelerate import accelerate
+from vitrail.acceleration.accelerate import Accelerated, accelerate
 from vitrail.acceleration.engine import prepare
 from vitrail.errors import ConfigError, InputError
 from vitrail.runtime import autocast
@@ -77,9 +77,11 @@ def test_invalid_inputs_are_refused(wrong: Any, message: str) -> None:
         accelerate(made.model)(wrong)
 
 
-def test_graphs_are_ignored_on_a_cpu() -> None:
+def test_graphs_are_used_only_on_a_gpu() -> None:
     made, images = bundle_and_images("plain")
-    assert torch.equal(accelerate(made.model, graphs=True)(images), accelerate(made.model)(images))
+    fast = accelerate(made.model)
+    assert fast.graphs is None
+    assert torch.equal(Accelerated(fast.model, CPU, graphs=True)(images), fast(images))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch import Tensor
 from vitrail.acceleration import auto
 from vitrail.acceleration.auto import AutoPrecisionEngine, choose_precision
 from vitrail.acceleration.engine import Engine, Kind, open_engine
+from vitrail.acceleration.planner import Hardware
 from vitrail.errors import ConfigError
 from vitrail.runtime import Precision
 
@@ -57,7 +58,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that the CPU is faster in bf16."""
-    monkeypatch.setattr(auto, "faster_in_bf16", lambda device: True)
+    monkeypatch.setattr(auto, "hardware_of", lambda _: Hardware("cpu", fast_bf16=True))
 
 
 LOGITS = torch.randn(100, 5, generator=torch.Generator().manual_seed(0)) * 3
@@ -151,7 +152,7 @@ def test_an_engine_that_cannot_compute_in_bf16() -> None:
 
 
 def test_bf16_is_not_tried_if_the_cpu_is_not_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "faster_in_bf16", lambda device: False)
+    monkeypatch.setattr(auto, "hardware_of", lambda _: Hardware("cpu"))
     calls: list[str] = []
 
     def remember(precision: Precision) -> Engine:
@@ -206,7 +207,7 @@ def test_the_engine_stays_exact_if_predictions_differ() -> None:
 
 
 def test_an_engine_without_a_trial_reports_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "faster_in_bf16", lambda device: False)
+    monkeypatch.setattr(auto, "hardware_of", lambda _: Hardware("cpu"))
     messages: list[str] = []
     engine = AutoPrecisionEngine(opener(LOGITS, LOGITS), CPU, messages.append)
     assert messages == ["float32: bf16 is not faster on this device"]

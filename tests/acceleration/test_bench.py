@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.commands import run_command
+from tests.support.commands import PLAN, run_command
 from tests.support.tiny_models import CPU, bundle
 from torch import Tensor
 
@@ -148,7 +148,9 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     folder = bundle().save(tmp_path / "bundle")
     words = ("bench", folder, "--engine", "torch", "--batch", 1, "--batch", 2, "--seconds", 0.05, "--device", "cpu")
     output = run_command(monkeypatch, capsys, *words)
-    assert (output.code, output.err) == (0, "")
+    assert output.code == 0
+    plans = output.err.splitlines()
+    assert [PLAN.fullmatch(line)[2] for line in plans] == ["float32", "bf16"]
     assert "batch  engine  precision  images/s  median, ms  p95, ms  speed" in output.out
     assert "1.00×" in output.out
     assert "Most images/s: torch in " in output.out

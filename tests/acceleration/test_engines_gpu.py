@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vitrail.acceleration.cuda.graphs import SIZES
 from vitrail.acceleration.engine import CHUNK, TorchEngine
+from vitrail.errors import InputError
 from vitrail.runtime import Precision
 
 pytestmark = [
@@ -77,6 +78,25 @@ def test_all_graphs_share_their_memory() -> None:
     assert len(made.graphs.captured) == len(SIZES)
     for size in (64, 1, 16, 2, 32, 8, 4):
         assert torch.equal(made(images[:size]), outputs[size])
+
+
+def test_the_number_of_graphs_is_bounded() -> None:
+    """Also if the memory format varies; a size of images that the model does not take is not captured at all."""
+    made = engine()
+    assert made.graphs is not None
+    for size in SIZES:
+        for images in (pixels(size).contiguous(), pixels(size).contiguous(memory_format=torch.channels_last)):
+            made(images)
+    assert len(made.graphs.captured) <= made.graphs.most == 2 * len(SIZES)
+    with pytest.raises(InputError):
+        made(pixels(2)[..., :16])
+    assert len(made.graphs.captured) <= made.graphs.most
+    assert made(pixels(2)).isfinite().all()
+
+
+def test_the_engine_follows_its_plan() -> None:
+    assert str(engine().plan) == "fused CUDA path, bf16, CUDA graphs"
+    assert engine(precision="fp16").plan.path == "eager"
 
 
 def test_several_threads() -> None:

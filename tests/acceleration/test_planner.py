@@ -1,34 +1,46 @@
 """The planner: the path of every kind of hardware and model, and the reason where it is not the fastest."""
 
+from typing import Any, get_args
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.config_strategies import configs
+from tests.support.peers import relative_error, scramble
 
-from vitrail.acceleration.cuda.encoder import EncoderPrecision, FastEncoder
-from vitrail.acceleration.cuda.training import FusedTraining
+from vitrail.acceleration.cpu.onednn import pack
+from vitrail.acceleration.cuda.inference.encoder import EncoderPrecision
+from vitrail.acceleration.cuda.inference.model import FastModel
+from vitrail.acceleration.cuda.training.model import FusedTraining
 from vitrail.acceleration.planner import (
+    TITLES,
+    ExecutionPath,
     Hardware,
+    can_checkpoint,
     hardware_of,
     plan_inference,
     plan_training,
+    unsupported_by_fp8,
     unsupported_by_fused_encoder,
     unsupported_by_fused_training,
-    why_not_fp8,
+    unsupported_by_onednn,
 )
 from vitrail.errors import ConfigError
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 
-HOPPER = Hardware("cuda", fast_bf16=True, capability=(9, 0), kernels=True)
-ADA = HOPPER._replace(capability=(8, 9))
-AMPERE = HOPPER._replace(capability=(8, 0))
+HOPPER = Hardware("cuda", fast_bf16=True, capability=(9, 0), kernels=True, short_attention=True)
+ADA = HOPPER._replace(capability=(8, 9), short_attention=False)
+AMPERE = ADA._replace(capability=(8, 0))
 T4 = Hardware("cuda", capability=(7, 5), kernels=True)
-WITHOUT_TRITON = HOPPER._replace(kernels=False)
-AMX = Hardware("cpu", fast_bf16=True, onednn_bf16=True)
-OLD_CPU = Hardware("cpu")
+T4_WITHOUT_TRITON = T4._replace(kernels=False)
+WITHOUT_TRITON = HOPPER._replace(kernels=False, short_attention=False)
+AMX = Hardware("cpu", fast_bf16=True, onednn_bf16=True, short_attention=True)
+AVX512 = AMX._replace(fast_bf16=False)
+OLD_CPU = AVX512._replace(onednn_bf16=False)
 APPLE = Hardware("mps")
+EVERYTHING = (HOPPER, ADA, AMPERE, T4, T4_WITHOUT_TRITON, WITHOUT_TRITON, AMX, AVX512, OLD_CPU, APPLE)
 PLAIN = ViTConfig()
 ROTARY = ViTConfig(position="rope_2d")
 
@@ -49,13 +61,25 @@ ROTARY = ViTConfig(position="rope_2d")
         (HOPPER, ROTARY, "bf16", "eager, bf16, CUDA graphs: the fused path does not support rotary positions"),
         (WITHOUT_TRITON, PLAIN, "bf16", "eager, bf16, CUDA graphs: Triton or a C compiler is missing"),
         (HOPPER, PLAIN, "float32", "eager, float32, CUDA graphs"),
+        (HOPPER, PLAIN, "fp16", "eager, fp16, CUDA graphs"),
+        (AMPERE, PLAIN, "fp16", "eager, fp16, CUDA graphs"),
+        (AMPERE, PLAIN, "float32", "eager, float32, CUDA graphs"),
         (T4, PLAIN, "fp16", "eager, fp16, CUDA graphs"),
+        (T4, PLAIN, "bf16", "fused CUDA path, bf16, CUDA graphs: this GPU is slow in bf16; use fp16"),
+        (T4, ROTARY, "bf16", "eager, bf16, CUDA graphs: the fused path does not support rotary positions"),
+        (T4_WITHOUT_TRITON, PLAIN, "bf16", "eager, bf16, CUDA graphs: Triton or a C compiler is missing"),
         (T4, PLAIN, "float32", "eager, float32, CUDA graphs: this GPU is slow in bf16"),
         (AMX, PLAIN, "bf16", "packed oneDNN path, bf16"),
         (AMX, ROTARY, "bf16", "eager, bf16: the packed path does not support rotary positions"),
         (OLD_CPU, PLAIN, "bf16", "eager, bf16: oneDNN has no bf16 on this CPU"),
+        (AMX, PLAIN, "float32", "eager, float32"),
+        (AVX512, PLAIN, "bf16", "packed oneDNN path, bf16"),
+        (AVX512, PLAIN, "float32", "eager, float32: this CPU has no bf16 matrix units"),
         (OLD_CPU, PLAIN, "float32", "eager, float32: this CPU has no bf16 matrix units"),
+        (OLD_CPU, PLAIN, "fp8", "eager, bf16: fp8 needs an NVIDIA GPU (Ada or later), but the model is on cpu"),
         (APPLE, PLAIN, "float32", "eager, float32"),
+        (APPLE, PLAIN, "fp16", "eager, fp16"),
+        (APPLE, PLAIN, "bf16", "eager, bf16: there is no fused path for mps"),
     ],
 )
 def test_inference(hardware: Hardware, config: ViTConfig, precision: str, line: str) -> None:
@@ -63,7 +87,7 @@ def test_inference(hardware: Hardware, config: ViTConfig, precision: str, line: 
 
 
 @pytest.mark.parametrize(
-    ("hardware", "config", "settings", "line"),
+    ("hardware", "config", "options", "line"),
     [
         (HOPPER, PLAIN, {}, "fused CUDA path, compiled, bf16, CUDA graphs"),
         (HOPPER, PLAIN, {"gradient_accumulation": 2}, "fused CUDA path, compiled, bf16"),
@@ -71,30 +95,105 @@ def test_inference(hardware: Hardware, config: ViTConfig, precision: str, line: 
         (HOPPER, PLAIN, {"alone": False}, "compiled, bf16: the fused path runs on one rank"),
         (HOPPER, ROTARY, {}, "compiled, bf16: the fused path does not support rotary positions"),
         (HOPPER, PLAIN, {"compiled": False}, "eager, bf16"),
+        (ADA, PLAIN, {}, "fused CUDA path, compiled, bf16, CUDA graphs"),
+        (AMPERE, PLAIN, {}, "fused CUDA path, compiled, bf16, CUDA graphs"),
+        (WITHOUT_TRITON, PLAIN, {}, "compiled, bf16: Triton or a C compiler is missing"),
         (T4, PLAIN, {}, "compiled, bf16: this GPU is slow in bf16"),
+        (T4, PLAIN, {"precision": "fp16"}, "compiled, fp16: the fused path needs bf16"),
+        (T4, PLAIN, {"precision": "fp16", "compiled": False}, "eager, fp16"),
+        (T4, PLAIN, {"precision": "float32", "compiled": False}, "eager, float32: this GPU is slow in bf16"),
+        (AMX, PLAIN, {"compiled": False}, "eager, bf16"),
         (OLD_CPU, PLAIN, {}, "compiled, bf16: the fused path needs an NVIDIA GPU"),
+        (APPLE, PLAIN, {"precision": "float32", "compiled": False}, "eager, float32"),
     ],
 )
-def test_training(hardware: Hardware, config: ViTConfig, settings: dict[str, object], line: str) -> None:
-    plan = plan_training(config, hardware, "bf16", **{"compiled": True, **settings})
+def test_training(hardware: Hardware, config: ViTConfig, options: dict[str, object], line: str) -> None:
+    plan = plan_training(config, hardware, **{"precision": "bf16", "compiled": True, **options})
     assert str(plan) == line
 
 
-@given(configs(), st.sampled_from([HOPPER, AMPERE, T4, WITHOUT_TRITON, AMX, OLD_CPU, APPLE]))
-def test_a_path_accepts_exactly_the_models_that_are_planned_for_it(config: ViTConfig, hardware: Hardware) -> None:
-    planned = plan_inference(config, hardware, "bf16")
-    assert (planned.path == "eager") == bool(planned.reason) or hardware.kind == "mps"
-    assert (plan_inference(config, hardware, "fp8").precision == "fp8") == (not why_not_fp8(config, hardware))
-    model = ViT(config)
-    for path, lacks in (
-        (lambda: FastEncoder(model, EncoderPrecision()), unsupported_by_fused_encoder(config)),
-        (lambda: FusedTraining(model), unsupported_by_fused_training(config)),
-    ):
-        if lacks:
-            with pytest.raises(ConfigError):
-                path()
-        else:
-            path()
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(configs())
+def test_a_path_computes_the_model_or_is_refused(config: ViTConfig) -> None:
+    """A new option of the model fails here until every path knows it, or the planner refuses it."""
+    model = scramble(ViT(config)).double().eval()
+    images = torch.randn(2, config.channels, *config.image_size, dtype=torch.float64)
+    with torch.no_grad():
+        expected = model(images)
+        for make, lacks in (
+            (
+                lambda: FastModel(model, EncoderPrecision(torch.float64, exact=True)),
+                unsupported_by_fused_encoder(config),
+            ),
+            (lambda: FusedTraining(model), unsupported_by_fused_training(config)),
+        ):
+            if lacks:
+                with pytest.raises(ConfigError):
+                    make()
+            else:
+                assert relative_error(make()(images), expected) < 1e-9
+        if not unsupported_by_onednn(config):  # oneDNN packs float32 and bf16 only
+            expected = model.float()(images.float())
+            assert relative_error(pack(model, torch.float32)(images.float()), expected) < 1e-4
+
+
+def fast_paths(config: ViTConfig, hardware: Hardware) -> dict[str, str]:
+    """Return the paths in bf16 and fp8 that a device has, and what each does not support of a config."""
+    match hardware.kind:
+        case "cuda" if hardware.kernels:
+            paths = {"fused_encoder": unsupported_by_fused_encoder(config)}
+            return {**paths, "fp8_encoder": unsupported_by_fp8(config)} if hardware.capability >= (8, 9) else paths
+        case "cpu" if hardware.onednn_bf16:
+            return {"onednn": unsupported_by_onednn(config)}
+    return {}
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(configs(), st.sampled_from(EVERYTHING), st.sampled_from(["float32", "fp16", "bf16", "fp8"]))
+def test_every_inference_plan(config: ViTConfig, hardware: Hardware, precision: str) -> None:
+    plan, paths = plan_inference(config, hardware, precision), fast_paths(config, hardware)
+    wanted = {"bf16": {"fused_encoder", "onednn"}, "fp8": {"fp8_encoder"}}.get(precision, set())
+    assert plan.path in {"eager"} | {path for path, lacks in paths.items() if not lacks}
+    assert plan.graphs == (hardware.kind == "cuda")
+    assert plan.precision == ("bf16" if precision == "fp8" and plan.path != "fp8_encoder" else precision)
+    assert str(plan).startswith(f"{TITLES[plan.path]}, {plan.precision}")
+    if wanted and plan.path not in wanted:
+        assert plan.reason
+        assert [lacks for path, lacks in paths.items() if path in wanted and lacks not in plan.reason] == []
+    elif wanted:
+        assert bool(plan.reason) == (hardware is T4)
+    else:
+        assert bool(plan.reason) == (precision == "float32" and hardware in (T4, T4_WITHOUT_TRITON, AVX512, OLD_CPU))
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(
+    configs(), st.sampled_from(EVERYTHING), st.sampled_from(["float32", "fp16", "bf16"]), st.booleans(),
+    st.booleans(), st.booleans(), st.sampled_from([1, 2]), st.booleans(),
+)  # fmt: skip
+def test_every_training_plan(
+    config: ViTConfig, hardware: Hardware, precision: str, compiled: bool,
+    deterministic: bool, checkpointing: bool, accumulation: int, alone: bool,
+) -> None:  # fmt: skip
+    plan = plan_training(
+        config, hardware, precision, compiled=compiled, deterministic=deterministic,
+        gradient_checkpointing=checkpointing, gradient_accumulation=accumulation, alone=alone,
+    )  # fmt: skip
+    lacks = unsupported_by_fused_training(config)
+    runs = hardware in (HOPPER, ADA, AMPERE) and precision == "bf16" and alone and not (deterministic or lacks)
+    fused = runs and compiled and (can_checkpoint() or not checkpointing)
+    assert plan.path == ("fused_training" if fused else "compiled" if compiled else "eager")
+    assert plan.precision == precision
+    assert plan.graphs == (fused and accumulation == 1)
+    assert bool(plan.reason) == (plan.path == "compiled") or not compiled
+    assert str(plan).startswith(f"{TITLES[plan.path]}, {precision}")
+
+
+def test_every_path_is_planned_somewhere() -> None:
+    precisions: tuple[Any, ...] = ("float32", "bf16", "fp8")
+    planned = {plan_inference(PLAIN, hardware, precision).path for hardware in EVERYTHING for precision in precisions}
+    planned |= {plan_training(PLAIN, hardware, "bf16", compiled=True).path for hardware in EVERYTHING}
+    assert planned == set(get_args(ExecutionPath)) == set(TITLES)
 
 
 def test_this_machine() -> None:

@@ -10,12 +10,12 @@ from PIL import Image
 from tests.support.commands import CommandOutput, RunCommand, run_command
 
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.cli.figures import _sample
 from vitrail.data.inputs import Item
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError, InputError
 from vitrail.explanations.attention import rollout_maps
 from vitrail.explanations.figures import Absent, Figure, filters_figure, rollout_figure
+from vitrail.explanations.figures.draw import sample_items
 from vitrail.explanations.figures.examples import MASK, attended, examples_figure
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
@@ -156,13 +156,13 @@ def test_overwrite_replaces(run: RunCommand) -> None:
 
 def test_images_are_subsampled_evenly_and_deterministically() -> None:
     items = [Item(b"%d" % number) for number in range(2000)]
-    chosen = [int(item.name) for item in _sample(items, 128)]
-    assert chosen == [int(item.name) for item in _sample(iter(items), 128)]
+    chosen = [int(item.name) for item in sample_items(items, 128)]
+    assert chosen == [int(item.name) for item in sample_items(iter(items), 128)]
     assert chosen == sorted(set(chosen))
     assert len(chosen) == 128
     # A folder lists class by class: every tenth of it is represented.
     assert min(np.histogram(chosen, bins=10, range=(0, 2000))[0]) >= 5
-    assert [int(item.name) for item in _sample(items[:3], 128)] == [0, 1, 2]
+    assert [int(item.name) for item in sample_items(items[:3], 128)] == [0, 1, 2]
 
 
 # ── examples ──

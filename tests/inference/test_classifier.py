@@ -12,7 +12,7 @@ from tests.support.prediction_jobs import tiny_bundle, tiny_images, tiny_pixels
 
 import vitrail
 from vitrail import CheckpointError, Classifier, ConfigError, DataError, Diverged, InputError
-from vitrail.inference.classifier import Prediction
+from vitrail.tasks.classification import ClassPrediction
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def test_a_prediction_is_the_softmax_of_the_logits(classifier: Classifier) -> No
     assert prediction.names == tuple(("cat", "dog", "fox")[index] for index in order)
     assert prediction.probabilities == pytest.approx(shares[order].tolist(), abs=1e-5)
     assert (prediction.name, prediction.probability) == next(iter(prediction))
-    assert repr(prediction).startswith(f"Prediction({prediction.name} ")
+    assert repr(prediction).startswith(f"ClassPrediction({prediction.name} ")
     assert repr(prediction).count("%") == 3
 
 
@@ -110,7 +110,7 @@ def test_bad_images_raise_or_are_kept(classifier: Classifier, tmp_path: Path) ->
     first, second, third = classifier([bad, good, tmp_path / "gone.png"], errors="keep")
     assert (first.names, first.probabilities) == ((), ())
     assert first.error is not None
-    assert repr(first) == f"Prediction(error: {first.error})"
+    assert repr(first) == f"ClassPrediction(error: {first.error})"
     assert second == classifier(good)
     assert third.error == "it cannot be read: No such file or directory"
     with pytest.raises(DataError, match="the image has no prediction: it is not an image"):
@@ -159,7 +159,7 @@ def test_an_extremely_narrow_image() -> None:
 
 
 def test_bundles_that_cannot_classify(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="the model has no classification head"):
+    with pytest.raises(CheckpointError, match="the model has no head"):
         Classifier(tiny_bundle(None, classes=0))
     with pytest.raises(CheckpointError, match="does not exist"):
         Classifier(tmp_path / "nowhere")
@@ -175,7 +175,7 @@ def test_bundles_that_cannot_classify(tmp_path: Path) -> None:
 
 def test_it_opens_anything_that_load_opens(tmp_path: Path) -> None:
     folder = tiny_bundle().save(tmp_path / "bundle")
-    assert isinstance(vitrail.Classifier(folder).predict(tiny_pixels(0)), Prediction)
+    assert isinstance(vitrail.Classifier(folder).predict(tiny_pixels(0)), ClassPrediction)
     assert Classifier(str(folder), precision="bf16", device="cpu")(tiny_pixels(0)).names
 
 

@@ -96,8 +96,8 @@ def test_an_unreadable_image_has_no_row(
     done = run("embed", whole, photos, "-o", f"x.{suffix}", "--batch", 4)
     assert done.code == 0
     assert done.out.startswith(f"20 × 16 float32 in x.{suffix}")
-    assert done.err.splitlines()[0] == "1 image could not be read and was skipped:"
-    assert done.err.splitlines()[1].startswith(f"  {photos / 'cat' / '00.png'}: ")
+    assert done.after_plan.splitlines()[0] == "1 image could not be read and was skipped:"
+    assert done.after_plan.splitlines()[1].startswith(f"  {photos / 'cat' / '00.png'}: ")
     (good, _), (result, rows) = read(Path(f"good.{suffix}")), read(Path(f"x.{suffix}"))
     np.testing.assert_allclose(result, good, atol=1e-6)
     assert [row["index"] for row in rows] == [0, *range(2, 21)]
@@ -105,7 +105,7 @@ def test_an_unreadable_image_has_no_row(
 
 def test_images_without_classes(run: RunCommand, photos: Path) -> None:
     done = run("embed", bundle().save("model"), photos / "cat", "-o", "x.npy", "--normalise", "--tokens", "class")
-    assert (done.code, done.err) == (0, "")
+    assert (done.code, done.after_plan) == (0, "")
     assert done.out == "10 × 16 float32 in x.npy; names and labels are in x.npy.jsonl\n"
     features, rows = read(Path("x.npy"))
     assert {row["label"] for row in rows} == {None}
@@ -158,8 +158,8 @@ def test_memory_does_not_grow_with_the_images(
     tiny = Bundle(model, PRE.replace(size=(4, 4)))
     held: dict[int, int] = {}
 
-    def look(done: int, total: int) -> None:
-        if not done % 1000:
+    def look(stage: str, done: int, total: int | None) -> None:
+        if stage == "embedding" and not done % 1000:
             held[done] = resident()
 
     path = tmp_path / f"x.{suffix}"

@@ -9,7 +9,7 @@ import torch
 from tests.support.peer_models import SMALL, timm_vit
 from tests.support.peers import import_peer, relative_error, scramble
 
-from vitrail.acceleration.cuda.encoder import EncoderPrecision
+from vitrail.acceleration.cuda.inference.encoder import EncoderPrecision
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import load
 from vitrail.data.preprocess import Preprocess

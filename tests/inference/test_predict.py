@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from tests.support.commands import CommandOutput, RunCommand, run_command
+from tests.support.commands import PLAN, CommandOutput, RunCommand, run_command
 from tests.support.prediction_jobs import read_rows, tiny_bundle, tiny_images
 
 from vitrail.data.inputs import Item
@@ -44,8 +44,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_a_folder_as_jsonl(run: RunCommand) -> None:
     done = run("bundle", "p")
     assert done.code == 0
-    assert done.err.startswith("9 images; ")
-    assert done.err.endswith(" images/s, float32\n")
+    assert done.after_plan.startswith("9 images; ")
+    assert done.after_plan.endswith(" images/s, float32\n")
     assert len(done.rows) == 9
     first = done.rows[0]
     assert list(first) == ["number", "path", "error", "classes", "probabilities"]
@@ -92,7 +92,7 @@ def test_every_format_has_the_same_rows(run: RunCommand, suffix: str) -> None:
     expected = run("bundle", "p", "--batch", 2, "--workers", 0).rows
     done = run("bundle", "p", "--output", f"out{suffix}", "--batch", 2, "--workers", 0)
     assert (done.code, done.out) == (0, "")
-    assert done.err.startswith("9 images; 1 could not be read; ")
+    assert done.after_plan.startswith("9 images; 1 could not be read; ")
     assert done.err.endswith(f"; written to out{suffix}\n")
     assert read_rows(Path(f"out{suffix}")) == expected
     assert [row["number"] for row in expected if row["error"]] == [5]
@@ -149,12 +149,11 @@ def test_resume_without_and_with_an_earlier_job(run: RunCommand) -> None:
     ("words", "message"),
     [
         (("nowhere", "p"), "nowhere does not exist"),
-        (("headless", "p"), "the model has no classification head"),
+        (("headless", "p"), "the model has no head"),
         (("bundle", "gone.png"), "gone.png does not exist; give files, folders"),
         (("bundle", "https://example.org/cat.jpg"), "is a URL, which is not downloaded; download it first"),
         (("bundle", "empty"), "no images found; image files end in avif, bmp, gif, "),
         (("bundle", "-"), "there are no paths on stdin; pipe them in, one per line, or give"),
-        (("bundle", "text.jpg"), "the only image, text.jpg, cannot be read: it is not an image: "),
         (("bundle", "p", "-o", "there.csv"), "there.csv already exists; choose another name, or replace it with --ov"),
         (("bundle", "p", "-o", "p"), "p has no known suffix"),
         (("bundle", "p", "-o", "p", "--format", "csv"), "p is a folder; give the name of a file to write"),
@@ -174,7 +173,6 @@ def test_errors_are_one_line_with_exit_code_2(run: RunCommand, words: tuple[str,
     tiny_bundle(None, classes=0).save("headless")
     os.mkdir("empty")
     Path("there.csv").write_text("mine")
-    Path("text.jpg").write_text("no image")
     done = run(*words)
     assert done.code == 2
     assert message in done.err
@@ -197,7 +195,25 @@ def test_only_bad_images_are_rows_and_an_error(run: RunCommand) -> None:
         Path("bad", name).write_text("no image")
     done = run("bundle", "bad")
     assert (done.code, len(done.rows)) == (2, 2)
-    assert done.err.startswith("vitrail: none of the 2 images can be read; the first, bad/a.jpg: it is not an image: ")
+    assert done.after_plan.startswith(
+        "vitrail: none of the 2 images can be read; the first, bad/a.jpg: it is not an image: "
+    )
+    done = run("bundle", "bad/a.jpg")
+    assert done.code == 2
+    assert done.after_plan.startswith("vitrail: the only image, bad/a.jpg, cannot be read: it is not an image: ")
+    assert len(done.after_plan.splitlines()) == 1
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16", "auto"])
+def test_the_plan_is_one_line_before_the_work_and_not_in_the_rows(run: RunCommand, precision: str) -> None:
+    done = run("bundle", "p", "--precision", precision, "--device", "cpu")
+    assert len(done.err.splitlines()) == 2
+    plan = PLAN.fullmatch(done.err.splitlines()[0])
+    assert plan is not None
+    assert precision in (plan[2], "auto")
+    assert len(done.rows) == 9
+    quiet = run("bundle", "p", "--precision", precision, "--device", "cpu", "--quiet")
+    assert (quiet.err, quiet.out) == ("", done.out)
 
 
 @pytest.mark.slow
@@ -252,8 +268,9 @@ def test_cpu_threads_keep_the_order(tmp_path: Path, batch: int) -> None:
     assert [row.number for row in rows] == list(range(11, 53))
     assert [row.path for row in rows] == [row.path for row in alone]
     for actual, expected in zip(rows, alone, strict=True):
-        assert (actual.error, actual.classes) == (expected.error, expected.classes)
-        assert actual.probabilities == pytest.approx(expected.probabilities, abs=1e-5)
+        got, wanted = actual.prediction.fields(), expected.prediction.fields()
+        assert (actual.prediction.error, got["classes"]) == (expected.prediction.error, wanted["classes"])
+        assert got["probabilities"] == pytest.approx(wanted["probabilities"], abs=1e-5)
 
 
 MEMORY = """

@@ -16,6 +16,8 @@ from vitrail.errors import ConfigError, DataError
 from vitrail.inference import jobs
 from vitrail.inference.predict import Summary, predict_files
 from vitrail.inference.writing import PredictionRow
+from vitrail.tasks.classification import ClassPrediction
+from vitrail.tasks.lookup import CLASSIFICATION
 
 ROOT = Path(__file__).parents[2]
 BUNDLE = tiny_bundle()
@@ -196,11 +198,11 @@ def test_a_file_finished_by_another_process_is_kept(format: str, tmp_path: Path)
     job = jobs.Job("", "", 1, "torch", "float32", format, "float32")
 
     def opened(resume: bool = False, overwrite: bool = False) -> jobs.Output:
-        return jobs.Output(target, job, resume=resume, overwrite=overwrite)
+        return jobs.Output(target, job, CLASSIFICATION.rows, resume=resume, overwrite=overwrite)
 
     first, second, third = opened(), opened(), opened(overwrite=True)
     with first:
-        first.write([PredictionRow(1, b"a.png", None, ("cat",), (1.0,))])
+        first.write([PredictionRow(1, b"a.png", ClassPrediction(("cat",), (1.0,)))])
         resumed = opened(resume=True)
         first.finish()
     for late in (second, resumed):

@@ -16,12 +16,13 @@ from tests.support.tiny_runs import CLASSES, TINY
 
 from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.source import Arrays
-from vitrail.evaluation import Predictions, evaluate_predictions
 from vitrail.reports.curves import _floor, loss_note
 from vitrail.reports.report import report
 from vitrail.reports.run_record import read_run
+from vitrail.tasks.classification_metrics import classification_metrics
+from vitrail.tasks.objective import Objective, loss, targets
+from vitrail.tasks.task import Predictions
 from vitrail.text import shorten_path
-from vitrail.training.objectives import Objective, loss, targets
 from vitrail.training.train import train
 
 
@@ -35,7 +36,7 @@ def judged(folder: Path, confidences: list[float]) -> Page:
     right = np.array(confidences, np.float32)
     probabilities = np.stack([(1 - right) / 9] * 5 + [right] + [(1 - right) / 9] * 4, axis=1)
     source = Arrays(np.zeros((len(labels), 2, 2), np.uint8), labels, tuple("abcdefghij"))
-    measured = evaluate_predictions(Predictions(probabilities, labels, np.arange(len(labels))), source)
+    measured = classification_metrics(Predictions(probabilities, labels, np.arange(len(labels))), source)
     (folder / "result.json").write_text(json.dumps(measured.as_dict()))
     return Page(report(folder))
 
@@ -65,7 +66,7 @@ def test_low_recall_is_not_called_easy(bare: Path) -> None:
     probabilities[np.arange(90), (labels + 1) % 6] = 0.9
     probabilities[0] = np.eye(6)[0] * 0.9 + 0.01
     source = Arrays(np.zeros((90, 2, 2), np.uint8), labels, ("King", "Queen", "Rook", "Bishop", "Knight", "Pawn"))
-    measured = evaluate_predictions(Predictions(probabilities, labels, np.arange(90)), source)
+    measured = classification_metrics(Predictions(probabilities, labels, np.arange(90)), source)
     (bare / "result.json").write_text(json.dumps(measured.as_dict()))
     html = section(Page(report(bare)), "classes")
     assert 'aria-label="Highest recall"' in html

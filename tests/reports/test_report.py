@@ -18,12 +18,13 @@ import vitrail
 from vitrail.__main__ import main
 from vitrail.data.sources.source import Arrays
 from vitrail.errors import ConfigError
-from vitrail.evaluation import Predictions, evaluate_predictions
 from vitrail.metrics.intervals import wilson_interval
 from vitrail.reports.page import points, span
 from vitrail.reports.report import report, report_of_finished
 from vitrail.reports.run_artifacts import RunArtifacts
 from vitrail.reports.run_record import read_run
+from vitrail.tasks.classification_metrics import classification_metrics
+from vitrail.tasks.task import Predictions
 from vitrail.text import as_percent
 
 MARKUP = "<i>\"'><b evil=\"\" evil='' "
@@ -64,7 +65,7 @@ def test_baselines_and_warnings_are_at_the_top(page: Page, run: Path) -> None:
     for text in result["warnings"]:
         assert text[1:] in page.sections[""]
     assert f"gives {as_percent(result['baselines']['majority'])}, chance 33.3%." in page.sections[""]
-    assert "chance 33.3%" in page.sections["result"]
+    assert "Chance 33.3%" in page.sections["result"]
     log = (run / "log.txt").read_text()
     assert f"WARNING: {result['warnings'][0]}\n" in log
     assert f"always {result['baselines']['majority_class']!r} gives " in log.splitlines()[-1]
@@ -256,7 +257,7 @@ def test_two_hundred_classes_stay_readable(bare: Path) -> None:
     probabilities[np.arange(2000), labels] += 0.5
     probabilities /= probabilities.sum(axis=1, keepdims=True)
     source = Arrays(np.zeros((2000, 2, 2), np.uint8), labels, names)
-    measured = evaluate_predictions(Predictions(probabilities, labels, np.arange(2000)), source)
+    measured = classification_metrics(Predictions(probabilities, labels, np.arange(2000)), source)
     (bare / "result.json").write_text(json.dumps(measured.as_dict()))
     page = Page(report(bare))
     assert len(page.html) < 2_000_000
@@ -285,7 +286,7 @@ def test_a_class_has_its_interval_and_most_frequent_confusion(bare: Path) -> Non
     labels, predictions = (np.repeat(places, matrix.flatten()) for places in np.indices(matrix.shape).reshape(2, -1))
     source = Arrays(np.zeros((len(labels), 2, 2), np.uint8), labels, ("a", "b", "c"))
     probabilities = np.eye(3, dtype=np.float32)[predictions] * 0.7 + 0.1
-    measured = evaluate_predictions(Predictions(probabilities, labels, np.arange(len(labels))), source)
+    measured = classification_metrics(Predictions(probabilities, labels, np.arange(len(labels))), source)
     (bare / "result.json").write_text(json.dumps(measured.as_dict()))
     html = Page(report(bare)).html.partition('<section id="classes"')[2].partition("</section>")[0]
     rows = [re.sub("<[^>]+>", " ", row).split() for row in re.findall("<tr>(.*?)</tr>", html)[1:]]
@@ -304,7 +305,7 @@ def test_a_class_with_zero_recall_is_not_in_the_highest_recall_chart(bare: Path)
     probabilities = np.full((len(labels), classes), 0.02, np.float32)
     probabilities[:, 0] = 0.9
     source = Arrays(np.zeros((len(labels), 2, 2), np.uint8), labels, tuple(f"class {n}" for n in range(classes)))
-    measured = evaluate_predictions(Predictions(probabilities, labels, np.arange(len(labels))), source)
+    measured = classification_metrics(Predictions(probabilities, labels, np.arange(len(labels))), source)
     (bare / "result.json").write_text(json.dumps(measured.as_dict()))
     page = Page(report(bare))
     assert "asiest" not in page.html

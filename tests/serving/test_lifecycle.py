@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tests.support.commands import PLAN
 from tests.support.live_server import Running, connect, image, read_all, save_tiny, sent, server, wait_until
 
 import vitrail
@@ -283,8 +284,11 @@ def test_it_starts_with_stdout_closed(tmp_path: Path) -> None:
             log.append(process.stderr.readline())
             assert log[-1], log
         process.terminate()
+        plan = next(line for line in map(json.loads, log) if line["event"] == "plan")
         log += process.stderr.readlines()
     assert "Traceback" not in "".join(log)
+    assert plan["model"] == "m"
+    assert PLAN.fullmatch(plan["plan"])
 
 
 def test_a_corrupt_bundle_does_not_start(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from tests.support.peers import relative_error
 from tests.support.tiny_models import bundle
 
-from vitrail.acceleration.cuda.model import FastModel
+from vitrail.acceleration.cuda.inference.model import FastModel
 from vitrail.inference.features import FeatureRequest
 from vitrail.models.vit import ViT
 from vitrail.serving.lifecycle import Counters

@@ -1,6 +1,7 @@
 """Commands of `vitrail` in this process, which has already imported torch."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,6 +9,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from vitrail.__main__ import main
+
+PLAN = re.compile(r"(eager|packed oneDNN path|fused CUDA path), (float32|bf16|fp16)(, CUDA graphs)?(: .+)?")
+"""The execution plan as one line; which one it is depends on the machine."""
 
 
 class CommandOutput(NamedTuple):
@@ -21,6 +25,13 @@ class CommandOutput(NamedTuple):
     def rows(self) -> list[dict[str, Any]]:
         """Parse the output as JSON lines."""
         return [json.loads(line) for line in self.out.splitlines()]
+
+    @property
+    def after_plan(self) -> str:
+        """Return stderr after its first line, which is the execution plan."""
+        plan, _, rest = self.err.partition("\n")
+        assert PLAN.fullmatch(plan), self.err
+        return rest
 
 
 RunCommand = Callable[..., CommandOutput]

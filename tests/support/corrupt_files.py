@@ -331,7 +331,7 @@ def _recorded(place: Path) -> object:
 
 
 def _candidate(place: Path) -> None:
-    write_json(place / CANDIDATE, asdict(Outcome(0.5, 1.25, 0.5, 0.4, 3, 6, 2.5, None)))
+    write_json(place / CANDIDATE, asdict(Outcome({"val_top1": 0.5, "val_loss": 1.25}, 3, 6, 2.5, None)))
 
 
 # ── predictions ──

@@ -3,18 +3,20 @@
 from typing import Any
 
 import torch
+from tests.support.plain_loss import plain_loss
 
 from vitrail.data.batches import Batch
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, Processes, autocast
 from vitrail.training.averaging import Average
+from vitrail.training.context import Job
 from vitrail.training.defaults import DataFacts, resolve_defaults
-from vitrail.training.distributed import Ranks
-from vitrail.training.memory import Job, evaluation_batch
+from vitrail.training.distributed import Ranks, RunContext
+from vitrail.training.memory import evaluation_batch
 from vitrail.training.optimizers import freeze, make_optimizer
 from vitrail.training.recipe import read_recipe
 from vitrail.training.state import Progress, State
-from vitrail.training.step import Stepper
+from vitrail.training.step import Stepper, plan_step
 
 SMALL = {"stem": "conv", "width": 64, "depth": 2, "heads": 2, "image_size": (32, 32), "patch_size": (4, 4)}
 IMAGES = 1_500
@@ -26,7 +28,9 @@ def job(
     """Return a run as `vitrail train` would plan it, with changes to its recipe."""
     recipe = read_recipe("scratch-small").replace(**{"model": SMALL, "batch": 16, **changes})
     plan = resolve_defaults(recipe, DataFacts(IMAGES, tuple("0123456789"), side, grey=False), None)
-    return Job(plan, torch.device(device), precision, processes)
+    ranks = Ranks(Processes(size=processes), torch.device(device))
+    execution = plan_step(plan.model, plan.recipe, precision, ranks.device, alone=ranks.alone)
+    return Job(plan, RunContext(ranks.device, precision, 0, ranks, execution))
 
 
 def train_two_steps(job: Job) -> None:
@@ -37,7 +41,7 @@ def train_two_steps(job: Job) -> None:
     freeze(model, recipe.freeze)
     average = Average(model, recipe.averaging) if recipe.averaging.on else None
     state = State(model, make_optimizer(model, recipe.optimizer), average, Progress())
-    stepper = Stepper(recipe, plan.preprocess, device, job.precision, None, Ranks(Processes(), device))
+    stepper = Stepper(recipe, plan.preprocess, device, job.precision, plain_loss(recipe), Ranks(Processes(), device))
     for _ in range(2):
         stepper.step(state, model, _batch(job, plan.batch), 1e-3)
     pixels = _batch(job, evaluation_batch(job.images)).to(device).pixels

@@ -12,8 +12,8 @@ from vitrail.data.batches import Batch
 from vitrail.data.preprocess import Preprocess
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
+from vitrail.tasks.objective import Objective
 from vitrail.training.averaging import Average, Averaging
-from vitrail.training.objectives import Objective
 from vitrail.training.optimizers import Optimizer, make_optimizer
 from vitrail.training.recipe import Recipe
 from vitrail.training.state import Progress, State

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import torch
+from tests.support.plain_loss import plain_loss
 from tests.support.reference_training import batches, tiny
 
 from vitrail.data.batches import Batch
@@ -79,16 +80,16 @@ def a_step(ranks: Ranks) -> None:
         predictions = model(EXACT.normalise(batch.pixels)).argmax(dim=1)
     wrong = torch.tensor([0, 0, 0, 1, 1, 0, 1, 1])  # rank 0 has three correct predictions, rank 1 has one
     batch = batch._replace(labels=(predictions + wrong) % model.config.classes)
-    expected = Stepper(recipe, EXACT, CPU, "float32", None, alone).step(state, model, batch, 0.01)
+    expected = Stepper(recipe, EXACT, CPU, "float32", plain_loss(recipe), alone).step(state, model, batch, 0.01)
     shared, state, _ = begin("conv")
     share = half_of(batch, ranks.processes.rank)
-    pending = Stepper(recipe, EXACT, CPU, "float32", None, ranks).launch(state, ranks.wrap(shared), share, 0.01)
+    pending = Stepper(recipe, EXACT, CPU, "float32", plain_loss(recipe), ranks).launch(
+        state, ranks.wrap(shared), share, 0.01
+    )
     stepped = pending.read()
     if ranks.is_main:  # reading again must not communicate
         check(pending.read() == stepped, "numbers that are read twice")
-    check(
-        stepped.correct == expected.correct == 4, f"{stepped.correct} correct predictions instead of {expected.correct}"
-    )
+    check(stepped.total == expected.total == 4, f"{stepped.total} correct predictions instead of {expected.total}")
     check(abs(stepped.loss - expected.loss) < 1e-5, "the loss of both")
     check(abs(stepped.gradient_norm - expected.gradient_norm) < 1e-4, "the gradient of both")
     check(all(torch.allclose(p, shared.get_parameter(n), atol=1e-6) for n, p in model.named_parameters()), "weights")
@@ -99,9 +100,9 @@ def statistics(ranks: Ranks) -> None:
     (batch,) = batches(1)
     share = half_of(batch, ranks.processes.rank)
     own, state, recipe = begin("conv_stem")
-    Stepper(recipe, EXACT, CPU, "float32", None, Ranks(Processes(), CPU)).step(state, own, share, 0.01)
+    Stepper(recipe, EXACT, CPU, "float32", plain_loss(recipe), Ranks(Processes(), CPU)).step(state, own, share, 0.01)
     shared, state, _ = begin("conv_stem")
-    Stepper(recipe, EXACT, CPU, "float32", None, ranks).step(state, ranks.wrap(shared), share, 0.01)
+    Stepper(recipe, EXACT, CPU, "float32", plain_loss(recipe), ranks).step(state, ranks.wrap(shared), share, 0.01)
     name = next(name for name, _ in own.named_buffers() if name.endswith("running_mean"))
     before, after = (ranks.all_gather(model.get_buffer(name).clone()) for model in (own, shared))
     check(not torch.equal(before[0], before[1]), "images that differ")

@@ -8,6 +8,7 @@ from PIL import Image
 
 from vitrail.checkpoints.locate import parse
 from vitrail.metrics.baselines import PRETRAINED
+from vitrail.tasks.lookup import CLASSIFICATION
 from vitrail.training.defaults import FEW, DataFacts, before_training
 from vitrail.training.run_logger import gap_warning
 from vitrail.training.sweep import sweep
@@ -38,13 +39,16 @@ def test_the_suggested_name_can_be_opened() -> None:
 def test_a_gap_between_training_and_validation_warns() -> None:
     steps = [{"step": step, "accuracy": step / 100} for step in range(1, 101)]
     for best, warned in ((50, False), (100, True)):
-        validations = [{"step": 50, "val_top1": 0.45, "best": 50}, {"step": 100, "val_top1": 0.5, "best": best}]
-        message = gap_warning([*steps, *validations], 100)
+        validations = [
+            {"step": 50, "val_top1": 0.45, "val_loss": 1.0, "best": 50},
+            {"step": 100, "val_top1": 0.5, "val_loss": 1.0, "best": best},
+        ]
+        message = gap_warning([*steps, *validations], 100, CLASSIFICATION)
         assert bool(message) == warned, "what counts is the checkpoint that is kept"
     assert message[0].startswith("overfitting: 98.0% on the augmented training images, 50.0% on the 100 ")
-    assert gap_warning(steps, 100) == []
-    assert gap_warning(validations, 100) == []
-    assert gap_warning([*steps, *validations], 4) == [], "two of four images may be chance"
+    assert gap_warning(steps, 100, CLASSIFICATION) == []
+    assert gap_warning(validations, 100, CLASSIFICATION) == []
+    assert gap_warning([*steps, *validations], 4, CLASSIFICATION) == [], "two of four images may be chance"
 
 
 @pytest.fixture

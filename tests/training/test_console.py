@@ -248,6 +248,15 @@ def test_a_run_survives_curves_that_cannot_be_drawn(tmp_path: Path) -> None:
     assert "held-out images" in log.splitlines()[-1]
 
 
+def test_the_result_says_how_long_this_session_waited_for_data(tmp_path: Path) -> None:
+    def summary() -> str:
+        run = train("digits", changes=CHANGES, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
+        return run.summary
+
+    assert re.search(r"; waiting for data \d+%$", summary())
+    assert "waiting for data" not in summary()  # the run has finished, so no step is taken
+
+
 def test_a_checkpoint_that_is_kept_is_called_the_best_only_where_it_is(tmp_path: Path) -> None:
     row = {"step": 9, "best": 9, "val_top1": 0.5, "val_loss": 1.0, "criterion": "accuracy"}
     with RunConsole(tmp_path, quiet=True) as screen:  # also the first one that a resumed run measures

@@ -12,15 +12,16 @@ from PIL import Image
 
 from vitrail.__main__ import _run
 from vitrail.errors import ConfigError
-from vitrail.evaluation import Predictions
-from vitrail.training.criterion import COLUMNS, Criterion, as_good, score, shared_criterion, validation_metrics
+from vitrail.tasks.lookup import CLASSIFICATION
+from vitrail.tasks.task import Predictions
+from vitrail.training.criterion import as_good, score, shared_criterion
 from vitrail.training.grid import combine
 from vitrail.training.recipe import read_recipe
 from vitrail.training.sweep import sweep
 from vitrail.training.train import train
 
 TINY = ["model.width=16", "model.depth=1", "model.heads=1", "model.patch_size=4", "model.stem=conv", "batch=8"]
-CRITERIA: tuple[Criterion, ...] = ("accuracy", "balanced_accuracy", "macro_f1", "loss")
+CRITERIA = ("accuracy", "balanced_accuracy", "macro_f1", "loss")
 
 
 @pytest.fixture(scope="module")
@@ -42,28 +43,34 @@ def rows_of(folder: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("criterion", CRITERIA)
-def test_the_best_checkpoint_is_best_by_the_criterion(criterion: Criterion, uneven: Path, tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_best_by_the_criterion(criterion: str, uneven: Path, tmp_path: Path) -> None:
     changes = [*TINY, "epochs=4", "evaluations=8", "data.val=0.3", f"criterion={criterion}", "optimizer.lr=0.01"]
     run = train(uneven, changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
     rows = rows_of(run.folder)
     assert len(rows) == 8
-    scores = {row["step"]: score(row, criterion) for row in rows}
+    scores = {row["step"]: score(row, CLASSIFICATION.criteria[criterion]) for row in rows}
     images = 26  # three tenths of 60, 16 and 12
-    latest = max(step for step, reached in scores.items() if as_good(reached, max(scores.values()), "accuracy", images))
+    highest = max(scores.values())
+    error = CLASSIFICATION.standard_error("accuracy", highest, images)
+    latest = max(step for step, reached in scores.items() if as_good(reached, highest, error))
     best = next(row for row in rows if row["step"] == rows[-1]["best"])
     lowest_loss = max(scores, key=lambda step: scores[step])
     assert best["step"] == (lowest_loss if criterion == "loss" else latest)
     assert run.bundle.provenance["trained"]["step"] == best["step"]
 
 
+def tied(reached: float, highest: float, criterion: str, images: int) -> bool:
+    return as_good(reached, highest, CLASSIFICATION.standard_error(criterion, highest, images))
+
+
 def test_scores_within_a_standard_error_are_tied() -> None:
     """37 images, one of each class: 4 right and 2 right are the same within a standard error, 20 and 14 are not."""
-    assert as_good(2.5 / 37, 4 / 37, "accuracy", 37)
-    assert not as_good(14 / 37, 20 / 37, "accuracy", 37)
-    assert not as_good(0.937, 0.94, "accuracy", 10_000)
-    assert as_good(0.938, 0.94, "accuracy", 10_000)
-    assert as_good(17 / 18, 1.0, "accuracy", 18), "18 of 18 is not certain"
-    assert not as_good(-0.51, -0.5, "loss", 10)
+    assert tied(2.5 / 37, 4 / 37, "accuracy", 37)
+    assert not tied(14 / 37, 20 / 37, "accuracy", 37)
+    assert not tied(0.937, 0.94, "accuracy", 10_000)
+    assert tied(0.938, 0.94, "accuracy", 10_000)
+    assert tied(17 / 18, 1.0, "accuracy", 18), "18 of 18 is not certain"
+    assert not tied(-0.51, -0.5, "loss", 10)
 
 
 def test_the_default_criterion_follows_the_class_weights(uneven: Path, tmp_path: Path) -> None:
@@ -82,7 +89,7 @@ def test_the_default_criterion_follows_the_class_weights(uneven: Path, tmp_path:
         assert any(choice.field == "criterion" for choice in run.defaults) == (expected != "accuracy")
     weighted = read_recipe("scratch-small", ["data.balance=true", "criterion=loss"])
     assert weighted.resolved_criterion() == "loss"
-    with pytest.raises(ConfigError, match=r"criterion is 'acuracy', .*did you mean 'accuracy'"):
+    with pytest.raises(ConfigError, match=r"criterion is 'acuracy'; .*did you mean 'accuracy'"):
         read_recipe("scratch-small", ["criterion=acuracy"])
 
 
@@ -92,8 +99,8 @@ def test_a_sweep_selects_by_the_criterion(uneven: Path, tmp_path: Path) -> None:
         uneven, over={"optimizer.lr": [0.0001, 0.03]}, changes=changes, folder=tmp_path / "sweep",
         device="cpu", workers=0, quiet=True,
     )  # fmt: skip
-    losses = [candidate.outcome.val_loss for candidate in done.candidates]
-    assert (done.criterion, done.chosen.outcome.val_loss) == ("loss", min(loss for loss in losses if loss is not None))
+    losses = [candidate.outcome.metrics["val_loss"] for candidate in done.candidates]
+    assert (done.criterion, done.chosen.outcome.metrics["val_loss"]) == ("loss", min(losses))
     with pytest.raises(ConfigError, match=r"one criterion; set it with --set criterion"):
         combine({"criterion": ["loss", "accuracy"]}, ())
 
@@ -113,8 +120,8 @@ def test_the_sweep_table_shows_the_criterion(
 
 
 def test_runs_with_and_without_class_weights_are_compared_by_balanced_accuracy() -> None:
-    assert shared_criterion(["accuracy", "accuracy"]) == "accuracy"
-    assert shared_criterion(["accuracy", "balanced_accuracy"]) == "balanced_accuracy"
+    assert shared_criterion(CLASSIFICATION, ["accuracy", "accuracy"]) == "accuracy"
+    assert shared_criterion(CLASSIFICATION, ["accuracy", "balanced_accuracy"]) == "balanced_accuracy"
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
@@ -122,9 +129,11 @@ def test_runs_with_and_without_class_weights_are_compared_by_balanced_accuracy()
 def test_scores_match_the_evaluation(seed: int, classes: int, images: int) -> None:
     rng = np.random.default_rng(seed)
     probabilities = rng.dirichlet(np.ones(classes), images).astype(np.float32)
-    result = validation_metrics(Predictions(probabilities, rng.integers(0, classes, images), np.arange(images)))
-    for criterion in CRITERIA:
-        sign = -1 if criterion == "loss" else 1
-        assert score(result, criterion) == pytest.approx(sign * result[COLUMNS[criterion]], abs=1e-4)
-    worse = {**result, "val_loss": result["val_loss"] + 1}
-    assert all(score(worse, criterion) < score(result, criterion) for criterion in CRITERIA), "the loss breaks ties"
+    predictions = Predictions(probabilities, rng.integers(0, classes, images), np.arange(images))
+    result = CLASSIFICATION.validation(predictions, tuple(map(str, range(classes))))
+    assert tuple(CLASSIFICATION.criteria) == CRITERIA
+    for name, criterion in CLASSIFICATION.criteria.items():
+        sign = -1 if name == "loss" else 1
+        assert score(result, criterion) == pytest.approx(sign * result[criterion.key], abs=1e-4)
+        worse = {**result, "val_loss": result["val_loss"] + 1}
+        assert score(worse, criterion) < score(result, criterion), "the loss breaks ties"

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from tests.support.browser import chromium
 
+from vitrail.tasks.lookup import CLASSIFICATION
+from vitrail.tasks.objective import loss_note
 from vitrail.training.curves import Curve, curve, curve_charts, curves_svg, draw_curves, headlines
-from vitrail.training.objectives import loss_note
 from vitrail.training.run_folder import MetricsFile
 from vitrail.training.train import train
 
@@ -72,7 +73,7 @@ def test_no_text_overlaps_or_leaves_the_drawing(tmp_path: Path) -> None:
     with chromium() as browser:
         page = browser.new_page(viewport={"width": 1000, "height": 800})
         for (case, rows), recipe in itertools.product(CASES.items(), RECIPES):
-            draw_curves(rows, tmp_path / "curves.svg", loss_note(recipe))
+            draw_curves(rows, tmp_path / "curves.svg", CLASSIFICATION, loss_note(recipe))
             page.goto((tmp_path / "curves.svg").as_uri())
             drawn, texts = page.evaluate("document.documentElement.getBoundingClientRect()"), page.evaluate(BOXES)
             assert len(texts) > 15
@@ -85,19 +86,19 @@ def test_no_text_overlaps_or_leaves_the_drawing(tmp_path: Path) -> None:
 
 
 def test_the_file(tmp_path: Path) -> None:
-    draw_curves(CASES["not yet validated"], tmp_path / "curves.svg")
+    draw_curves(CASES["not yet validated"], tmp_path / "curves.svg", CLASSIFICATION)
     before = (tmp_path / "curves.svg").read_text()
-    draw_curves(CASES["a run"], tmp_path / "curves.svg")
+    draw_curves(CASES["a run"], tmp_path / "curves.svg", CLASSIFICATION)
     after = (tmp_path / "curves.svg").read_text()
     assert ("validation split" in before, "validation split" in after) == (False, True)
     assert [path.name for path in tmp_path.iterdir()] == ["curves.svg"]
-    draw_curves([], tmp_path / "nothing.svg")
+    draw_curves([], tmp_path / "nothing.svg", CLASSIFICATION)
     assert not (tmp_path / "nothing.svg").exists()
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_file_is_one_drawing_of_four_charts_for_light_and_dark(case: str) -> None:
-    drawn = curves_svg(CASES[case], "digits-1a2b3c")
+    drawn = curves_svg(CASES[case], "digits-1a2b3c", CLASSIFICATION)
     titles = [element.text for element in ET.fromstring(drawn).iter(f"{SVG}text") if element.get("class") == "head"]
     assert titles == ["Loss", "Accuracy", "Learning rate", "Gradient norm"]
     assert drawn.count("<style>") == drawn.count("prefers-color-scheme:dark") == 1
@@ -106,7 +107,7 @@ def test_the_file_is_one_drawing_of_four_charts_for_light_and_dark(case: str) ->
 
 
 def test_the_charts_show_the_values() -> None:
-    _, accuracy, *_ = curve_charts(CASES["a run"])
+    _, accuracy, *_ = curve_charts(CASES["a run"], CLASSIFICATION)
     tooltips = [element[0].text for element in ET.fromstring(accuracy).iter(f"{SVG}circle")]
     validations = [row for row in CASES["a run"] if "val_top1" in row]
     assert tooltips == [f"validation split, step {row['step']}: {row['val_top1']:.1%}" for row in validations]
@@ -128,11 +129,11 @@ def test_the_file_describes_its_losses(tmp_path: Path) -> None:
 
 
 def test_the_headline_has_the_best_and_the_last_numbers() -> None:
-    head, below = headlines(CASES["a run"], "digits-1a2b3c")
+    head, below = headlines(CASES["a run"], "digits-1a2b3c", CLASSIFICATION)
     assert head == "digits-1a2b3c: validation accuracy 87.1%"
     assert below.startswith("step 275 of 300 kept · 30.0 epochs · training loss 0.1")
     assert below.endswith("validation loss 1.000 at the end")
-    assert headlines(metrics_file(1), "a")[0] == "a: step 1"
+    assert headlines(metrics_file(1), "a", CLASSIFICATION)[0] == "a: step 1"
 
 
 def test_smoothing_does_not_lag() -> None:
@@ -148,5 +149,5 @@ def test_smoothing_does_not_lag() -> None:
 def test_a_truncated_metrics_file_can_be_drawn(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     assert len(curve(MetricsFile.read(tmp_path), "loss")) == 1
-    draw_curves(MetricsFile.read(tmp_path), tmp_path / "curves.svg")
+    draw_curves(MetricsFile.read(tmp_path), tmp_path / "curves.svg", CLASSIFICATION)
     assert (tmp_path / "curves.svg").exists()

@@ -65,7 +65,7 @@ def test_best_is_recovered_from_the_state(harm: str, tmp_path: Path) -> None:
     best = tmp_path / "run" / "best"
     # Cloned, because loaded tensors are memory-mapped.
     whole = {name: tensor.clone() for name, tensor in load_file(best / "model.safetensors").items()}
-    result = train_tiny(tmp_path).metrics.top1
+    result = train_tiny(tmp_path).metrics.headline.value
     match harm:
         case "one bit":
             flip(best / "model.safetensors")
@@ -79,7 +79,7 @@ def test_best_is_recovered_from_the_state(harm: str, tmp_path: Path) -> None:
             text = (best / "config.json").read_text(encoding="utf-8")
             (best / "config.json").write_text(text.replace("0.5", "0.7"), encoding="utf-8")
     run = train_tiny(tmp_path)
-    assert run.metrics.top1 == result
+    assert run.metrics.headline.value == result
     assert "nothing is lost" in log(tmp_path)
     assert str(best) in log(tmp_path)
     results = load_file(best / "model.safetensors")
@@ -101,7 +101,7 @@ def test_a_lost_best_checkpoint_is_replaced_and_reported(still: Path, tmp_path: 
     assert f"weights of step {last}" in log(tmp_path)
     assert state(tmp_path)["best_step"] == last
     assert run.bundle.provenance["trained"]["step"] == last
-    assert json.loads(result.read_text(encoding="utf-8"))["top1"] == run.metrics.top1
+    assert json.loads(result.read_text(encoding="utf-8"))["top1"] == run.metrics.headline.value
     times = log(tmp_path).count("are lost")
     train_still(tmp_path)
     assert log(tmp_path).count("are lost") == times

@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 from PIL import Image
 from tests.support.commands import run_command
+from tests.support.memory_jobs import job
 
 import vitrail
 from vitrail.data.sources.opening import open_data
 from vitrail.training.console import RunConsole
-from vitrail.training.train import _check_data, train
+from vitrail.training.preparation import check_images, prepare_folder
+from vitrail.training.run_folder import Origin
+from vitrail.training.train import train
 
 CHANGES = [
     "steps=1", "batch=4", "evaluations=1",
@@ -38,7 +41,7 @@ def test_training_reports_conflicting_labels_duplicates_and_skipped_files(photos
     folder, splits = tmp_path / "run", open_data(photos)
     folder.mkdir()
     with RunConsole(folder, quiet=True) as console:  # as `train` does before the first step
-        _check_data(console, folder, splits, 16, "skip")
+        console.data_check(check_images(folder, splits, 16, "skip"))
     check = json.loads((folder / "check.json").read_text())
     names = {copies["kind"]: [Path(one["name"]).name for one in copies["images"]] for copies in check["duplicates"]}
     assert names["conflicting"] == ["0.png", "other.png"] or names["conflicting"] == ["other.png", "0.png"]
@@ -78,3 +81,18 @@ def test_training_lists_every_fault_of_the_data(photos: Path, tmp_path: Path) ->
     with pytest.raises(vitrail.DataError, match=r"has 2 faults: \(1\) .*gone\.png is a link.*\(2\) the class folder"):
         train(photos, recipe="scratch-small", changes=CHANGES, folder=tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_is_prepared_once_and_compared_when_the_run_is_resumed(photos: Path, tmp_path: Path) -> None:
+    folder, splits, plan = tmp_path / "run", open_data(photos), job().plan
+    folder.mkdir()
+    first = prepare_folder(folder, plan, splits, Origin(str(photos), ""))
+    assert (first.check is not None, first.moved) == (True, ())
+    files = {"recipe.toml", "origin.json", "split.json", "check.json", "contents.index", "stamps.index", "samples"}
+    assert {path.name for path in folder.iterdir()} == files
+    again = prepare_folder(folder, plan, splits, Origin("elsewhere", ""))
+    assert again.check is None
+    assert again.moved == (f"the data was at {photos} when the run started, and is at elsewhere now",)
+    (photos / "cat" / "0.png").unlink()
+    with pytest.raises(vitrail.DataError, match=r"the data has changed since the run in .* started"):
+        prepare_folder(folder, plan, open_data(photos), Origin(str(photos), ""))

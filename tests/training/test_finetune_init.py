@@ -31,7 +31,7 @@ def old_bundle(**options: Any) -> Bundle:
 
 
 def fit(pretrained: Bundle, how: FinetuneInit, classes: tuple[str, ...] = DIGITS, **fields: Any) -> Bundle:
-    return adapted(pretrained, how, planned_config(pretrained, how, fields, len(classes)), classes)
+    return adapted(pretrained, how, planned_config(pretrained, how, fields, len(classes)), "classification", classes)
 
 
 def weights(bundle: Bundle) -> dict[str, torch.Tensor]:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
+from vitrail.acceleration.planner import Hardware
 from vitrail.models.config import ViTConfig
+from vitrail.training import step
 from vitrail.training.recipe import Recipe
-from vitrail.training.step import plan_step
 from vitrail.training.train import train
 
 SMALL = ("steps=2", "batch=16", "evaluations=1", "model.depth=1", "model.heads=1", "model.stem=conv", "compile=true")
@@ -35,7 +36,8 @@ def test_checkpointing_uses_the_path_with_less_memory(
 ) -> None:
     """Under torch 2.11, a compiled custom backward pass keeps everything that it reads."""
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))  # CI has no GPU
+    hopper = Hardware("cuda", fast_bf16=True, capability=(9, 0), kernels=True, short_attention=True)
+    monkeypatch.setattr(step, "hardware_of", lambda _: hopper)  # CI has no GPU
     recipe = Recipe(compile=True, gradient_checkpointing=checkpointing)
-    plan = plan_step(ViTConfig(), recipe, "bf16", torch.device("cuda"), alone=True)
+    plan = step.plan_step(ViTConfig(), recipe, "bf16", torch.device("cuda"), alone=True)
     assert (plan.path == "fused_training") == shorter

@@ -4,6 +4,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from vitrail.training.auto_batch import (
     machine_memory,
     within_memory,
 )
-from vitrail.training.memory import Forecast, forecast, resident_images
+from vitrail.training.context import resident_images
+from vitrail.training.memory import Forecast, forecast
 from vitrail.training.recipe import Recipe, read_recipe, write_toml
 from vitrail.training.train import train
 
@@ -149,7 +151,8 @@ def test_images_that_live_on_the_device_count() -> None:
     plain, living = (job(data={"on_device": setting}, augmentation={"crop": "padded"}) for setting in (False, True))
     assert (resident_images(plain.plan, splits), resident_images(living.plan, splits)) == (0, 10)
     assert resident_images(living.plan, splits._replace(val=None)) == 14
-    without, there = forecast(living), forecast(living._replace(resident=10))
+    resident = replace(living.context, resident=10)
+    without, there = forecast(living), forecast(living._replace(context=resident))
     side = living.plan.model.image_size[0]
     assert there.total - without.total == there.standing - without.standing == 10 * 3 * side * side
 
@@ -216,7 +219,7 @@ def test_this_machine_has_memory() -> None:
 
 
 def test_a_batch_that_fits_is_kept(tmp_path: Path) -> None:
-    result = fit_batch_to_memory(job(batch="auto"), tmp_path, IMAGES, MemoryLimit(10**12, "the GPU"))
+    result = fit_batch_to_memory(job(batch="auto"), tmp_path, IMAGES, MemoryLimit(10**12, "the GPU")).plan
     usual = job(batch=None).plan
     assert (result.recipe.batch, result.batch, result.steps) == (usual.batch, usual.batch, usual.steps)
     assert (result.defaults[-1].field, result.defaults[-1].value) == ("batch", usual.batch)
@@ -233,10 +236,11 @@ def test_a_batch_is_halved_until_it_fits(changes: dict[str, Any], tmp_path: Path
     unit = 2 * usual.plan.recipe.gradient_accumulation * usual.plan.recipe.data.repeats * usual.processes
     whole = forecast(usual._replace(plan=usual.plan._replace(batch=-(-usual.plan.batch // unit) * unit)))
     there = MemoryLimit(whole.standing + whole.in_flight // 3, "the GPU")
-    result = fit_batch_to_memory(usual, tmp_path, IMAGES, there)
+    fitted = fit_batch_to_memory(usual, tmp_path, IMAGES, there)
+    result = fitted.plan
     assert unit <= result.batch <= whole.images * unit
     assert result.batch % unit == 0
-    estimate = forecast(usual._replace(plan=result))
+    estimate = forecast(fitted)
     assert estimate.total <= 0.85 * there.free
     assert (
         estimate.with_images(3 * estimate.images, estimate.accumulation) > 0.85 * there.free
@@ -253,7 +257,7 @@ def test_nothing_fits(tmp_path: Path) -> None:
 
 def test_a_resumed_run_keeps_its_batch(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(write_toml(job(batch=24).plan.recipe))
-    result = fit_batch_to_memory(job(batch="auto"), tmp_path, IMAGES, MemoryLimit(10**12, "the GPU"))
+    result = fit_batch_to_memory(job(batch="auto"), tmp_path, IMAGES, MemoryLimit(10**12, "the GPU")).plan
     assert (result.batch, result.recipe) == (24, job(batch=24).plan.recipe)
 
 

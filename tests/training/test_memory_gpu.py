@@ -61,8 +61,8 @@ def test_auto_finds_a_batch_that_fits(tmp_path: Path) -> None:
         assert not step_fits(usual, forecast(usual))
         # The forecast sees the whole GPU, so that only the real step can fail.
         result = fit_batch_to_memory(planned, tmp_path, IMAGES, memory_limit(planned.device))
-        assert 2 <= result.batch <= 32
-        assert step_fits(planned._replace(plan=result), forecast(planned._replace(plan=result)))
+        assert 2 <= result.plan.batch <= 32
+        assert step_fits(result, forecast(result))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.empty_cache()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vitrail.errors import ConfigError, InputError
-from vitrail.training.objectives import Objective, balanced_weights, class_weights, loss, targets
+from vitrail.tasks.objective import Objective, balanced_weights, class_weights, loss, targets
 
 LABELS = torch.tensor([0, 2, 1, 4, 4, 3])
 CLASSES = 5

@@ -12,7 +12,9 @@ import pytest
 from vitrail.data.batches import BadImage
 from vitrail.data.sources.source import Arrays
 from vitrail.errors import CheckpointError
-from vitrail.evaluation import Predictions, evaluate_predictions
+from vitrail.tasks.classification_metrics import classification_metrics
+from vitrail.tasks.lookup import CLASSIFICATION
+from vitrail.tasks.task import Predictions
 from vitrail.training.predictions import write_test_predictions
 from vitrail.training.train import train
 
@@ -28,7 +30,7 @@ def test_every_column(classes: int, tmp_path: Path) -> None:
     order = rng.permutation(40)[:37]  # three are unreadable, and batches arrive in any order
     probabilities = rng.dirichlet(np.ones(classes), 37).astype(np.float32)
     predictions = Predictions(probabilities, source.labels[order], order)
-    write_test_predictions(predictions, source, tmp_path / "test_predictions.parquet")
+    write_test_predictions(predictions, source, tmp_path / "test_predictions.parquet", CLASSIFICATION)
 
     table = pq.read_table(tmp_path / "test_predictions.parquet")
     rows = table.to_pylist()
@@ -47,7 +49,7 @@ def test_every_column(classes: int, tmp_path: Path) -> None:
         assert row["top_classes"] == [f"class {number}" for number in ranked]
         assert row["top_probabilities"] == [row_probabilities[number] for number in ranked]
     assert json.loads(table.schema.metadata[b"classes"]) == list(source.classes)
-    assert evaluate_predictions(predictions, source).loss == pytest.approx(np.mean(table["log_loss"].to_numpy()))
+    assert classification_metrics(predictions, source).loss == pytest.approx(np.mean(table["log_loss"].to_numpy()))
     compressed = pq.ParquetFile(tmp_path / "test_predictions.parquet").metadata.row_group(0).column(0).compression
     assert (compressed, [path.name for path in tmp_path.iterdir()]) == ("ZSTD", ["test_predictions.parquet"])
 
@@ -79,6 +81,6 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr("pyarrow.parquet.write_table", full_disk)
     with pytest.raises(CheckpointError, match=r"test_predictions\.parquet could not be written"):
-        write_test_predictions(predictions, source, path)
+        write_test_predictions(predictions, source, path, CLASSIFICATION)
     assert path.read_text() == "as it was"
     assert [file.name for file in tmp_path.iterdir()] == [path.name]

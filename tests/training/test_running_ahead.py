@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support.plain_loss import plain_loss
 from tests.support.reference_training import batches, tiny
 from torch import Tensor
 
@@ -156,7 +157,7 @@ def begin(precision: Precision = "float32", *, fused: bool = True) -> tuple[Step
     model, recipe = tiny(), Recipe(optimizer=Optimizer(kind="adamw", lr=0.01))
     state = State(model, make_optimizer(model, recipe.optimizer, fused=fused), None, Progress())
     exact, cpu = Preprocess(size=(8, 8), mean=(0.0,) * 3, std=(1 / 255,) * 3), torch.device("cpu")
-    return Stepper(recipe, exact, cpu, precision, None, Ranks(Processes(), cpu)), state
+    return Stepper(recipe, exact, cpu, precision, plain_loss(recipe), Ranks(Processes(), cpu)), state
 
 
 @pytest.mark.usefixtures("ahead")

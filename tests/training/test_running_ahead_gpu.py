@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.support.plain_loss import plain_loss
 from tests.support.reference_training import batches, tiny
 
 from vitrail.data.preprocess import Preprocess
@@ -25,7 +26,7 @@ def test_metrics_arrive_before_the_end_of_the_step(kind: str) -> None:
     model, recipe = tiny().to(CUDA), Recipe(optimizer=Optimizer(kind=kind, lr=0.01, max_grad_norm=1.0))
     state = State(model, make_optimizer(model, recipe.optimizer), None, Progress())
     exact = Preprocess(size=(8, 8), mean=(0.0,) * 3, std=(1 / 255,) * 3)
-    stepper = Stepper(recipe, exact, CUDA, "float32", None, Ranks(Processes(), CUDA))
+    stepper = Stepper(recipe, exact, CUDA, "float32", plain_loss(recipe), Ranks(Processes(), CUDA))
     data = [batch.to(CUDA) for batch in batches(3)]
     stepper.step(state, model, data[0], 0.01)  # libraries allocate their memory here
     torch.cuda.synchronize()

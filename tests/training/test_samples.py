@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from tests.support.metrics import classified
 from tests.support.tiny_runs import CLASSES, images, tiny_run
 
 import vitrail
@@ -103,9 +104,11 @@ def test_a_run_records_its_time_and_hardware(run: Run) -> None:
 
 def test_the_card_of_the_best_model_has_the_metrics(run: Run) -> None:
     card = (run.folder / "best" / "README.md").read_text(encoding="utf-8")
-    low, high = run.metrics.top1_interval
-    assert f"| accuracy | {percent(run.metrics.top1)}% (95% interval {percent(low)}–{percent(high)}%) |" in card
-    assert f"| macro F1 | {percent(run.metrics.macro_f1)}% |" in card
+    metrics = classified(run.metrics)
+    low, high = metrics.top1_interval
+    assert f"| accuracy | {percent(metrics.top1)}% (95% interval {percent(low)}–{percent(high)}%) |" in card
+    low, high = metrics.macro_f1_interval
+    assert f"| macro-F1 | {percent(metrics.macro_f1)}% (95% interval {percent(low)}–{percent(high)}%) |" in card
     assert f"| split | test, {run.metrics.images} images |" in card
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.plain_loss import plain_loss
 from tests.support.reference_training import (
     CASES,
     EXACT,
@@ -53,7 +54,7 @@ class Double(nn.Module):
 def ours(model: ViT, case: Case, data: list[Batch]) -> tuple[State, list[StepResult]]:
     recipe = case.recipe()
     weights = None if case.weights is None else torch.tensor(case.weights, dtype=torch.float64)
-    stepper, state = Stepper(recipe, EXACT, CPU, "float32", weights, ALONE), begin(model, recipe)
+    stepper, state = Stepper(recipe, EXACT, CPU, "float32", plain_loss(recipe, weights), ALONE), begin(model, recipe)
     forward = Double(model) if next(model.parameters()).dtype == torch.float64 else model
     return state, [stepper.step(state, forward, batch, rate) for batch, rate in zip(data, RATES, strict=False)]
 
@@ -127,7 +128,9 @@ def test_the_model_gets_normalised_pixels() -> None:
 
     model, recipe, batch = tiny(), CASES["sgd"].recipe(), batches(1)[0]
     usual = Preprocess(size=(SIDE, SIDE), mean=(0.1, 0.5, 0.2), std=(0.5, 0.25, 0.4))
-    Stepper(recipe, usual, CPU, "float32", None, ALONE).step(begin(model, recipe), Recorder(), batch, 0.01)
+    Stepper(recipe, usual, CPU, "float32", plain_loss(recipe), ALONE).step(
+        begin(model, recipe), Recorder(), batch, 0.01
+    )
     mean, std = (torch.tensor(numbers, dtype=torch.float64)[:, None, None] for numbers in (usual.mean, usual.std))
     torch.testing.assert_close(seen[0].double(), (batch.pixels.double() / 255 - mean) / std, rtol=0, atol=1e-6)
 
@@ -145,7 +148,7 @@ def test_correct_predictions_are_counted(mixed: str) -> None:
         if batch.lam[i] == 0.5 else batch.labels[i ^ 1]
         for i in range(IMAGES)
     ]  # fmt: skip
-    assert stepped.correct == sum(int(label) == 2 for label in larger)
+    assert stepped.total == sum(int(label) == 2 for label in larger)
 
 
 # ── invariants ──
@@ -217,7 +220,9 @@ def test_dropout_differs_between_steps_micro_batches_and_ranks() -> None:
     for rank in (0, 1, 0):
         model = tiny(mlp_dropout=0.5).double()
         forward, state = RecordingDouble(model), begin(model, case.recipe())
-        stepper = Stepper(case.recipe(), EXACT, CPU, "float32", None, Ranks(Processes(rank=rank), CPU))
+        stepper = Stepper(
+            case.recipe(), EXACT, CPU, "float32", plain_loss(case.recipe()), Ranks(Processes(rank=rank), CPU)
+        )
         for _ in range(2):  # with a learning rate of 0 only dropout can differ
             stepper.step(state, forward, same, 0.0)
         outputs += forward.outputs
@@ -244,7 +249,7 @@ def test_a_non_finite_step_changes_nothing(kind: str) -> None:
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     average = {name: tensor.clone() for name, tensor in state.average.state().items()}
     memory = {id(p): {key: value.clone() for key, value in kept.items()} for p, kept in state.optimizer.state.items()}
-    stepper = Stepper(case.recipe(), EXACT, CPU, "float32", None, ALONE)
+    stepper = Stepper(case.recipe(), EXACT, CPU, "float32", plain_loss(case.recipe()), ALONE)
     with pytest.raises(Diverged, match=r"step 2: the loss is .*, the gradient norm (nan|inf)"):
         stepper.step(state, Double(model), data[2], 0.01)
     assert state.progress.step == 2
@@ -260,7 +265,7 @@ def test_in_fp16_a_step_with_overflow_is_skipped() -> None:
     model, data = tiny(), batches(3, "none")
     state = begin(model, case.recipe())
     state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
-    stepper = Stepper(case.recipe(), EXACT, CPU, "fp16", None, ALONE)
+    stepper = Stepper(case.recipe(), EXACT, CPU, "fp16", plain_loss(case.recipe()), ALONE)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     stepped = stepper.step(state, model, data[0], 0.01)
     assert math.isfinite(stepped.loss)
@@ -278,7 +283,7 @@ def test_in_fp16_overflow_at_scale_1_raises() -> None:
     break_model(model, "gradient")
     state = begin(model, case.recipe())
     state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    stepper = Stepper(case.recipe(), EXACT, CPU, "fp16", None, ALONE)
+    stepper = Stepper(case.recipe(), EXACT, CPU, "fp16", plain_loss(case.recipe()), ALONE)
     stepper.step(state, model, batch, 0.01)
     assert state.scaler.get_scale() == 1  # cannot be reduced further
     with pytest.raises(Diverged, match=r"step 1: the loss is .*, the gradient norm nan"):
@@ -292,7 +297,7 @@ def test_gradients_are_clipped_after_unscaling() -> None:
         model = tiny()
         state = begin(model, case.recipe())
         state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=enabled)
-        stepper = Stepper(case.recipe(), EXACT, CPU, "float32", None, ALONE)
+        stepper = Stepper(case.recipe(), EXACT, CPU, "float32", plain_loss(case.recipe()), ALONE)
         actual.append((model, [stepper.step(state, model, batch, 0.01) for batch in data]))
     (plain, expected), (scaled, stepped) = actual
     assert min(step.gradient_norm for step in expected) > 0.5  # the maximum norm, so that something is clipped
@@ -306,7 +311,7 @@ def test_the_fp16_loss_scale_is_saved_with_the_state(tmp_path: Path) -> None:
     model, setting = tiny(), Setting(1, 1, "fp16")
     state = begin(model, case.recipe())
     state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**7, growth_interval=3)
-    Stepper(case.recipe(), EXACT, CPU, "fp16", None, ALONE).step(state, model, batch, 0.01)
+    Stepper(case.recipe(), EXACT, CPU, "fp16", plain_loss(case.recipe()), ALONE).step(state, model, batch, 0.01)
     save_state(tmp_path, state, setting)
     other = begin(tiny(), case.recipe())
     other.scaler = torch.amp.GradScaler("cpu")

@@ -5,17 +5,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.plain_loss import plain_loss
 from tests.support.reference_training import CASES, EXACT, batches, begin, tiny
 
-from vitrail.acceleration.cuda.training import FusedTraining
+from vitrail.acceleration.cuda.training.model import FusedTraining
+from vitrail.acceleration.planner import ExecutionPlan
 from vitrail.errors import Diverged
+from vitrail.models.vit import ViT
 from vitrail.runtime import Processes
 from vitrail.training.averaging import Averaging
 from vitrail.training.distributed import Ranks
 from vitrail.training.optimizers import Optimizer
 from vitrail.training.recipe import Recipe
 from vitrail.training.run_folder import MetricsFile
-from vitrail.training.step import Stepper, forward_of, reset_compiled
+from vitrail.training.step import Stepper, forward_of, plan_step, reset_compiled
 from vitrail.training.train import train
 
 pytestmark = [
@@ -29,13 +32,22 @@ SMALL = (
 )
 
 
+def graphs(model: ViT, recipe: Recipe) -> ExecutionPlan:
+    """Return the plan of a compiled run in bf16, which has CUDA graphs."""
+    plan = plan_step(model.config, recipe, "bf16", CUDA, alone=True)
+    assert plan.graphs
+    return plan
+
+
 @pytest.mark.parametrize("name", ["adamw", "sgd", "clipped adamw", "ema", "mixup and cutmix, smoothed"])
 def test_steps_match_the_cpu(name: str) -> None:
     case, results = CASES[name], {}
     for device in (torch.device("cpu"), CUDA):
         model = tiny().to(device)
         state = begin(model, case.recipe())
-        stepper = Stepper(case.recipe(), EXACT, device, "float32", None, Ranks(Processes(), device))
+        stepper = Stepper(
+            case.recipe(), EXACT, device, "float32", plain_loss(case.recipe()), Ranks(Processes(), device)
+        )
         pending = [stepper.launch(state, model, batch, 0.01) for batch in batches(4, case.mixed)]
         results[device.type] = (
             torch.tensor([step.read().loss for step in pending]),
@@ -59,8 +71,8 @@ def test_cuda_graph_steps_match_plain_steps(kind: str) -> None:
     ranks, result = Ranks(Processes(), CUDA), []
     for replayed in (True, False):
         model = tiny(width=32, stochastic_depth=0.5).to(CUDA)
-        forward = forward_of(model, recipe, "bf16", ranks) if replayed else torch.compile(FusedTraining(model))
-        state, stepper = begin(model, recipe), Stepper(recipe, EXACT, CUDA, "bf16", None, ranks)
+        forward = forward_of(model, graphs(model, recipe), ranks) if replayed else torch.compile(FusedTraining(model))
+        state, stepper = begin(model, recipe), Stepper(recipe, EXACT, CUDA, "bf16", plain_loss(recipe), ranks)
         losses = []
         for number, batch in enumerate(batches(8)):
             losses.append(stepper.step(state, forward, batch.to(CUDA), 0.01).loss)
@@ -78,8 +90,8 @@ def test_cuda_graph_steps_match_plain_steps(kind: str) -> None:
 def test_random_draws_in_a_cuda_graph_depend_on_the_step() -> None:
     recipe = Recipe(compile=True, optimizer=Optimizer(kind="adamw", lr=0.01))
     ranks, model, (batch, *_) = Ranks(Processes(), CUDA), tiny(width=32, stochastic_depth=0.5).to(CUDA), batches(1)
-    forward = forward_of(model, recipe, "bf16", ranks)
-    state, stepper = begin(model, recipe), Stepper(recipe, EXACT, CUDA, "bf16", None, ranks)
+    forward = forward_of(model, graphs(model, recipe), ranks)
+    state, stepper = begin(model, recipe), Stepper(recipe, EXACT, CUDA, "bf16", plain_loss(recipe), ranks)
 
     def loss_of(step: int) -> float:
         state.progress.step = step
@@ -107,7 +119,7 @@ def test_a_step_that_diverges_changes_no_weights_and_raises_when_read(kind: str)
     recipe = Recipe(optimizer=Optimizer(kind=kind, lr=0.01, max_grad_norm=0.5))
     model, (first, second, third) = tiny().to(CUDA), batches(3)
     state = begin(model, recipe)
-    stepper = Stepper(recipe, EXACT, CUDA, "float32", None, Ranks(Processes(), CUDA))
+    stepper = Stepper(recipe, EXACT, CUDA, "float32", plain_loss(recipe), Ranks(Processes(), CUDA))
     stepper.step(state, model, first, 0.01)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     hook = model.norm.weight.register_hook(lambda gradient: gradient * math.nan)

@@ -8,11 +8,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from vitrail.acceleration.cuda.encoder import EncoderPrecision
+from vitrail.acceleration.cuda.fp8.calibration import calibrate
 from vitrail.acceleration.cuda.graphs import CudaGraphs
-from vitrail.acceleration.cuda.model import FastModel, calibrate
+from vitrail.acceleration.cuda.inference.encoder import EncoderPrecision
+from vitrail.acceleration.cuda.inference.model import FastModel
 from vitrail.acceleration.engine import prepare
-from vitrail.acceleration.planner import hardware_of, plan_of, why_not_fp8
+from vitrail.acceleration.planner import plan_of
 from vitrail.errors import ConfigError, suggest
 from vitrail.models.vit import ViT
 from vitrail.runtime import autocast
@@ -21,18 +22,26 @@ LowPrecision = Literal["bf16", "fp8"]
 
 
 class Accelerated:
-    """A faster version of a model; the original is not modified."""
+    """A faster version of a model; the original is not modified. It can be called from several threads."""
 
     def __init__(self, model: nn.Module, device: torch.device, *, graphs: bool) -> None:
         self.model, self.device = model, device
         # Not a bound method, which would create a reference cycle.
-        compute = partial(_forward, model, device)
-        self._run = CudaGraphs(compute, device) if graphs else compute
+        self._compute = partial(_forward, model, device)
+        self.graphs = CudaGraphs(self._compute, device) if graphs else None
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:
         """Return the model's output in float32 for normalised images (B, C, H, W) of any float dtype."""
-        return self._run(_castable(images))
+        images = _castable(images)
+        # A graph would copy images from another device, and fail on what is not a tensor; the model names the mistake.
+        if self.graphs is None or not _is_batch(images, self.device):
+            return self._compute(images)
+        return self.graphs(images)
+
+
+def _is_batch(images: Tensor, device: torch.device) -> bool:
+    return isinstance(images, Tensor) and images.ndim == 4 and images.device.type == device.type
 
 
 def _castable(images: Tensor) -> Tensor:
@@ -54,15 +63,14 @@ def accelerate(
     *,
     calibration: Tensor | Iterable[Tensor] | None = None,
     exact: bool = False,
-    graphs: bool = False,
 ) -> Accelerated:
     """Return a faster version of a model with the same outputs, up to the rounding of a lower precision.
 
     `calibration`: about a thousand normalised images (B, C, H, W), or batches of them, similar to those in use;
     required for `fp8`, which rounds the weights by them. `exact`: on a CUDA device in bf16, compute the exact GELU
-    instead of the tanh approximation, which is free there. `graphs`: on a CUDA device, capture a CUDA graph for each
-    of the first few batch sizes; this helps small batches, which are otherwise limited by kernel launches.
-    A model that the fast encoder does not support runs under autocast.
+    instead of the tanh approximation, which is free there. On a CUDA device, each of the first few batch sizes is
+    captured as a CUDA graph at its first call; further sizes run without one. A model that the fast encoder does not
+    support runs under autocast.
     """
     if not isinstance(model, ViT):
         raise ConfigError(f"accelerate takes a ViT, not a {type(model).__name__}; for a bundle, pass bundle.model")
@@ -70,23 +78,19 @@ def accelerate(
     device = like.device
     if like.dtype != torch.float32:  # autocast expects float32 weights
         model = copy.deepcopy(model).float()
-    match precision:
-        case "bf16":
-            if plan_of(model, "bf16").path == "fused_encoder":
-                return Accelerated(FastModel(model, EncoderPrecision(exact=exact)), device, graphs=graphs)
-            return Accelerated(prepare(model, "bf16").eval(), device, graphs=graphs)
-        case "fp8":
-            check_fp8(model, device)
+    if precision not in get_args(LowPrecision):
+        hint = suggest(precision, get_args(LowPrecision)) or "; choose bf16 or fp8"
+        raise ConfigError(f"no precision is called {precision!r}{hint}")
+    plan = plan_of(model, precision)
+    if plan.precision != precision:
+        raise ConfigError(f"{plan.reason}; use bf16")
+    match plan.path:
+        case "fp8_encoder":
             if calibration is None:
                 raise ConfigError("fp8 needs calibration images; pass a batch of them as calibration, or use bf16")
             encoder_precision = EncoderPrecision(exact=exact, inputs=calibrate(model, calibration))
-            return Accelerated(FastModel(model, encoder_precision), device, graphs=graphs)
+            return Accelerated(FastModel(model, encoder_precision), device, graphs=plan.graphs)
+        case "fused_encoder":
+            return Accelerated(FastModel(model, EncoderPrecision(exact=exact)), device, graphs=plan.graphs)
         case _:
-            hint = suggest(precision, get_args(LowPrecision)) or "; choose bf16 or fp8"
-            raise ConfigError(f"no precision is called {precision!r}{hint}")
-
-
-def check_fp8(model: ViT, device: torch.device) -> None:
-    """Raise if the device has no fp8 tensor cores, or the model does not fit them."""
-    if why := why_not_fp8(model.config, hardware_of(device)):
-        raise ConfigError(f"{why}; use bf16")
+            return Accelerated(prepare(model, "bf16").eval(), device, graphs=plan.graphs)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from vitrail.acceleration.engine import Engine, Kind
+from vitrail.acceleration.planner import hardware_of
 from vitrail.errors import ConfigError
-from vitrail.runtime import Precision, faster_in_bf16
+from vitrail.runtime import Precision
 
 IMAGES = 64
 """How many of a job's first images run in both precisions."""
@@ -140,7 +141,7 @@ def _open_engines(
 ) -> tuple[Engine, PrecisionTrial | None, str | None]:
     """Return the exact engine, and the comparison with bf16, or the reason for not trying it."""
     exact = open_engine_for("float32")
-    if not faster_in_bf16(device):
+    if not hardware_of(device).fast_bf16:
         return exact, None, "float32: bf16 is not faster on this device"
     try:
         return exact, PrecisionTrial(exact, open_engine_for("bf16")), None

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from vitrail.acceleration.casting import cast_matrices, cast_once
 from vitrail.acceleration.cpu.onednn import pack
 from vitrail.acceleration.cpu.threads import CpuThreads
-from vitrail.acceleration.cuda.encoder import EncoderPrecision
 from vitrail.acceleration.cuda.graphs import SIZES, CudaGraphs
-from vitrail.acceleration.cuda.model import FastModel
+from vitrail.acceleration.cuda.inference.encoder import EncoderPrecision
+from vitrail.acceleration.cuda.inference.model import FastModel
 from vitrail.acceleration.export.graph import Graph, output_name, require, trace
 from vitrail.acceleration.export.onnx import OnnxFile, onnx_program, write_onnx
 from vitrail.acceleration.export.openvino import Compiled, check_precision, openvino_model
@@ -62,9 +62,10 @@ class TorchEngine:
     def __init__(self, model: ViT, preprocess: Preprocess, device: torch.device, precision: Precision) -> None:
         self.device, self.precision = device, precision
         self.compute = FromPixels(prepare(model.to(device).eval(), precision), preprocess, device, precision)
+        self.plan = plan_of(model, precision)
         self.cpu_threads = CpuThreads() if device.type == "cpu" else None
         self.graphs: CudaGraphs | None = None
-        if device.type == "cuda":
+        if self.plan.graphs:
             self.graphs = CudaGraphs(self.compute, device, sizes=SIZES, keep_alive=self.compute.weights())
             self.copy_stream = torch.cuda.Stream(device)
 

@@ -29,6 +29,12 @@ FP8_CAPABILITY = (8, 9)
 """Ada, the first GPUs with fp8 tensor cores."""
 FP8_MULTIPLE = 16
 """The fp8 tensor cores need matrix sizes that are multiples of this."""
+VERIFIED_TRITON = ("3.6.",)
+"""Triton versions whose attention kernels were verified against torch on a GPU; verify before adding one."""
+MAX_SHORT = 272
+"""Sequence length up to which our attention kernels are used (benchmarks/lab-gpu.md, attempts 29 and 30)."""
+SHORT_BY_HEAD_WIDTH = {16: 128, 32: 128, 64: 272, 128: 128}
+"""The longest sequence that they support, for each supported head width."""
 
 
 # ── hardware ──
@@ -47,27 +53,53 @@ class Hardware(NamedTuple):
     """Our Triton kernels run on it."""
     onednn_bf16: bool = False
     """oneDNN packs weights and computes in bf16 on this CPU."""
+    short_attention: bool = False
+    """Our attention kernels for short sequences were verified on it; on a CPU plain torch computes the same."""
 
 
 def hardware_of(device: torch.device) -> Hardware:
     """Return the hardware of a device on this machine."""
     if device.type == "cuda":
-        from vitrail.acceleration.cuda.elementwise import kernels_run
-
         capability = torch.cuda.get_device_capability(device)
-        return Hardware("cuda", faster_in_bf16(device), capability, kernels_run(device))
+        kernels = _kernels_run(device)
+        short = kernels and _attention_is_verified(capability)
+        return Hardware("cuda", faster_in_bf16(device), capability, kernels, short_attention=short)
     if device.type == "cpu":
-        return Hardware("cpu", faster_in_bf16(device), onednn_bf16=onednn_packs(torch.bfloat16))
+        return Hardware("cpu", faster_in_bf16(device), onednn_bf16=_onednn_packs_bf16(), short_attention=True)
     return Hardware(device.type)
 
 
 @functools.cache
-def onednn_packs(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN can pack weights of this dtype on this CPU."""
+def _kernels_run(device: torch.device) -> bool:
+    """Return whether the kernels run on a CUDA device: Triton, or the C compiler it needs, may be missing."""
+    try:
+        from vitrail.acceleration.cuda.inference.kernels import norm
+
+        norm(torch.zeros(1, 16, device=device, dtype=torch.bfloat16), 1e-6)
+    except Exception:  # whatever fails in Triton, the model can run without it
+        return False
+    return True
+
+
+def _attention_is_verified(capability: tuple[int, int]) -> bool:
+    """Return whether the attention kernels were verified: on Hopper, and not on an AMD GPU with the same number.
+
+    On other GPUs shared memory is too small, or registers spill.
+    """
+    if torch.version.cuda is None or capability[0] != 9:
+        return False
+    from triton import __version__
+
+    return str(__version__).startswith(VERIFIED_TRITON)
+
+
+@functools.cache
+def _onednn_packs_bf16() -> bool:
+    """Return whether oneDNN can pack weights in bf16 on this CPU."""
     # Private names; if one is missing, assume no support.
     has_bf16 = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    has_dtype = dtype == torch.float32 or (dtype == torch.bfloat16 and has_bf16 is not None and bool(has_bf16()))
-    return has_dtype and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return available and has_bf16 is not None and bool(has_bf16())
 
 
 # ── what a path does not support of a config; empty if it supports the model ──
@@ -121,9 +153,9 @@ class ExecutionPlan(NamedTuple):
     path: ExecutionPath
     precision: Precision | Literal["fp8"]
     graphs: bool = False
-    """Whether CUDA graphs are used: in inference for small batches, in training for the whole step."""
+    """Whether CUDA graphs are used: in inference always on a GPU, in training for the whole step."""
     reason: str = ""
-    """Why a faster path is not used; empty if this is the fastest one."""
+    """Why this is not the fastest path for the model and the device; empty if it is."""
 
     def __str__(self) -> str:
         """Return the plan as one line."""
@@ -132,28 +164,33 @@ class ExecutionPlan(NamedTuple):
 
 
 def plan_inference(config: ViTConfig, hardware: Hardware, precision: Precision | Literal["fp8"]) -> ExecutionPlan:
-    """Plan inference. fp8 is planned only where it runs; `why_not_fp8` gives the reason where it does not."""
+    """Plan inference. Where fp8 does not run, bf16 is planned, and the reason says why.
+
+    On a GPU, CUDA graphs are always used: a small model's kernels take less time than Python needs to launch them, also
+    with hundreds of images, and a large model is as fast with them as without.
+    """
     cuda = hardware.kind == "cuda"
-    if precision == "fp8" and not why_not_fp8(config, hardware):
-        return ExecutionPlan("fp8_encoder", "fp8", graphs=True)
-    if precision == "bf16" and cuda:
-        lacks = unsupported_by_fused_encoder(config)
-        if hardware.kernels and not lacks:
-            return ExecutionPlan("fused_encoder", "bf16", graphs=True)
-        why = f"the fused path does not support {lacks}" if lacks else "Triton or a C compiler is missing"
-        return ExecutionPlan("eager", "bf16", graphs=True, reason=why)
-    if precision == "bf16" and hardware.kind == "cpu":
-        lacks = unsupported_by_onednn(config)
-        if hardware.onednn_bf16 and not lacks:
-            return ExecutionPlan("onednn", "bf16")
-        why = f"the packed path does not support {lacks}" if lacks else "oneDNN has no bf16 on this CPU"
-        return ExecutionPlan("eager", "bf16", reason=why)
     if precision == "fp8":
-        return plan_inference(config, hardware, "bf16")._replace(reason=why_not_fp8(config, hardware))
-    return ExecutionPlan("eager", precision, graphs=cuda, reason=_why_not_bf16(hardware, precision))
+        if why := why_not_fp8(config, hardware):
+            return plan_inference(config, hardware, "bf16")._replace(reason=why)
+        return ExecutionPlan("fp8_encoder", "fp8", graphs=True)
+    if precision != "bf16":
+        return ExecutionPlan("eager", precision, graphs=cuda, reason=_why_not_bf16(hardware, precision))
+    if cuda:
+        if why := _why_not_fused(hardware, unsupported_by_fused_encoder(config)):
+            return ExecutionPlan("eager", "bf16", graphs=True, reason=why)
+        slow = "" if hardware.fast_bf16 else "this GPU is slow in bf16; use fp16"
+        return ExecutionPlan("fused_encoder", "bf16", graphs=True, reason=slow)
+    lacks = unsupported_by_onednn(config)
+    reason = _first(
+        (hardware.kind != "cpu", f"there is no fused path for {hardware.kind}"),
+        (bool(lacks), f"the packed path does not support {lacks}"),
+        (not hardware.onednn_bf16, "oneDNN has no bf16 on this CPU"),
+    )
+    return ExecutionPlan("eager" if reason else "onednn", "bf16", reason=reason)
 
 
-def plan_of(model: ViT, precision: Precision) -> ExecutionPlan:
+def plan_of(model: ViT, precision: Precision | Literal["fp8"]) -> ExecutionPlan:
     """Plan inference for a model on its own device."""
     return plan_inference(model.config, hardware_of(next(model.parameters()).device), precision)
 
@@ -193,8 +230,7 @@ def plan_training(
         # torch 2.11 cannot split a custom backward pass, as DDP's gradient buckets need.
         (not alone, "the fused path runs on one rank"),
         (gradient_checkpointing and not can_checkpoint(), "torch before 2.12 cannot checkpoint the fused path"),
-        (bool(lacks), f"the fused path does not support {lacks}"),
-    )
+    ) or _why_not_fused(hardware, lacks)
     if reason:
         return ExecutionPlan("compiled", precision, reason=reason)
     # A small model's kernels take less time than Python needs to launch them. But a graph's outputs must be freed
@@ -203,9 +239,25 @@ def plan_training(
     return ExecutionPlan("fused_training", precision, graphs=graphs)
 
 
+def is_short(tokens: int, head_width: int) -> bool:
+    """Return whether our attention kernels are used for this many tokens, on hardware that has them.
+
+    A program holds the gradients of all queries of a head in registers, and must not spill: NVIDIA's assembler
+    miscompiled a spilling kernel (benchmarks/lab-gpu.md, attempt 30).
+    """
+    return tokens <= min(MAX_SHORT, SHORT_BY_HEAD_WIDTH.get(head_width, 0))
+
+
 def can_checkpoint() -> bool:
     """Return whether checkpointing saves memory when compiled: torch 2.11 keeps the inputs of custom gradients."""
     return bool(torch.__version__ >= "2.12")
+
+
+def _why_not_fused(hardware: Hardware, lacks: str) -> str:
+    return _first(
+        (bool(lacks), f"the fused path does not support {lacks}"),
+        (not hardware.kernels, "Triton or a C compiler is missing"),
+    )
 
 
 def _why_not_bf16(hardware: Hardware, precision: Precision) -> str:

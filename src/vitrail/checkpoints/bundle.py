@@ -1,7 +1,7 @@
-"""The bundle: a folder with everything needed to use a model: weights, architecture, preprocessing, class names.
+"""The bundle: a folder with everything needed to use a model: weights, architecture, task, preprocessing, class names.
 
 model.safetensors   the weights, under our names (timm's)
-config.json         under "vitrail": format_version, weights_sha256, vit, preprocess, classes, provenance;
+config.json         under "vitrail": format_version, weights_sha256, vit, task, preprocess, classes, provenance;
                     and, if timm supports the model, the keys that timm needs to open the folder
 README.md           a model card
 """
@@ -30,6 +30,8 @@ FORMAT_VERSION = 1
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 WEIGHTS_DIGEST = "weights_sha256"
 """The key in config.json for the digest of the weights, as printed by `sha256sum model.safetensors`."""
+CLASSIFICATION = "classification"
+"""The task of a model whose file does not name one: other libraries' checkpoints are classifiers."""
 METRICS = "metrics"
 """The key in the provenance for the model's metrics, as shown in the model card."""
 
@@ -50,6 +52,8 @@ class Bundle:
     """Fields that its file does not record and that were assumed; saved as sentences in the provenance."""
     announced: bool = False
     """Whether its assumptions were logged; not saved."""
+    task: str = CLASSIFICATION
+    """The name of the task that the head was trained for; without a head it has no meaning, and is not saved."""
 
     def __post_init__(self) -> None:
         outputs = self.model.config.classes
@@ -112,6 +116,7 @@ class Bundle:
             "format_version": FORMAT_VERSION,
             WEIGHTS_DIGEST: digest,  # not the last key, so that removing the line leaves valid JSON
             "vit": json.loads(self.model.config.resolved().to_json()),
+            "task": self.task if self.model.config.classes else None,
             "preprocess": json.loads(self.preprocess.to_json()),
             "classes": None if self.classes is None else list(self.classes),
             "provenance": {"written_by": f"vitrail {__version__}", **self.provenance},
@@ -157,7 +162,7 @@ def read_bundle(folder: Path, *, fresh: Sequence[str] = (), dtype: Dtype = "floa
             f"{folder} is a bundle of format {short_repr(version)}, and this version of vitrail reads format "
             f"{FORMAT_VERSION}; update vitrail"
         )
-    missing = [key for key in ("vit", "preprocess", "classes", "provenance") if key not in ours]
+    missing = [key for key in ("vit", "task", "preprocess", "classes", "provenance") if key not in ours]
     if missing:
         raise CheckpointError(f"{folder / CONFIG} lacks {', '.join(missing)} under 'vitrail'; was it edited?")
     config = ViTConfig.from_json(json.dumps(ours["vit"]))
@@ -176,12 +181,15 @@ def read_bundle(folder: Path, *, fresh: Sequence[str] = (), dtype: Dtype = "floa
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         actual = short_repr(names)
         raise CheckpointError(f"{folder / CONFIG} should have a list of names as classes, found {actual}")
+    task = ours["task"] if ours["task"] is not None else CLASSIFICATION
+    if not isinstance(task, str):
+        raise CheckpointError(f"{folder / CONFIG} should have the name of a task, found {short_repr(task)}")
     if not isinstance(ours["provenance"], dict):
         actual = short_repr(ours["provenance"])
         raise CheckpointError(f"{folder / CONFIG} should have an object as provenance, found {actual}")
     classes = None if names is None else tuple(names)
     provenance = {**ours["provenance"], **({"fresh": initialised} if initialised else {})}
-    return Bundle(model, preprocess, classes, provenance)
+    return Bundle(model, preprocess, classes, provenance, task=task)
 
 
 def is_bundle(config: Mapping[str, Any]) -> bool:

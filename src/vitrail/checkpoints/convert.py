@@ -1,5 +1,6 @@
 """Convert a checkpoint to another library's format. The result is opened again and its outputs are compared."""
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from vitrail.checkpoints import timm_config
+from vitrail.checkpoints.adapt import adapt
 from vitrail.checkpoints.bundle import CONFIG, WEIGHTS, Bundle
 from vitrail.checkpoints.config_files import (
     dinov2_config,
@@ -26,6 +28,7 @@ from vitrail.checkpoints.tensors import Dtype, check_dtype, load_weights, loaded
 from vitrail.checkpoints.writing import atomic_file, atomic_folder, write_npz, write_safetensors, write_torch
 from vitrail.errors import CheckpointError, suggest
 from vitrail.models.config import ViTConfig
+from vitrail.models.position import Method
 from vitrail.models.vit import ViT
 
 Target = Literal[
@@ -62,6 +65,10 @@ class Conversion(NamedTuple):
     """Config fields where the target differs slightly, as allowed by `approximate`."""
     notes: list[str]
     """What the target does not record, so that it must be set when opening it."""
+    coverage: str = ""
+    """The tensors that were loaded and the changes made, in one line."""
+    source_notes: tuple[str, ...] = ()
+    """Anything unusual about the source."""
 
 
 class _Plan(NamedTuple):
@@ -89,24 +96,42 @@ def convert(
     overrides: Mapping[str, Any] | None = None,
     keys: str | Path | None = None,
     dtype: Dtype = "keep",
+    classes: int | tuple[str, ...] | None = None,
+    image_size: int | tuple[int, int] | None = None,
+    patch_size: int | tuple[int, int] | None = None,
+    channels: int | None = None,
+    position_method: Method = "timm",
     approximate: bool = False,
     overwrite: bool = False,
 ) -> Conversion:
     """Convert a checkpoint to another format, open the result, and compare the logits before renaming it into place.
 
-    `source` is anything that `load` opens (`overrides` sets fields that its file does not record), or a bundle, which
-    may be adapted: `convert(load("B_16.npz", image_size=384), …)`. An architecture that the target cannot express is an
-    error. Small differences (which GELU, LayerNorm's eps) are allowed with `approximate`, and measured. "own" writes
-    with the key table `keys`. `dtype` changes the dtype of the weights; by default it is kept.
+    `source` is a bundle or anything that `load` opens, with the same `overrides` and `keys`; to="own" writes your own
+    tensor names with the key table `keys`. `classes`, `image_size`, `patch_size`, `channels` and `position_method`
+    adapt the model, as in `load`. An architecture that the target cannot express is an error. Small differences (which
+    GELU, LayerNorm's eps) are allowed with `approximate`, and measured. `dtype` changes the dtype of the weights; by
+    default it is kept.
     """
-    check_format(to, keys)
+    own = to == "own"
+    check_format(to, keys if own or isinstance(source, Bundle) else None)
     check_dtype(dtype)
+    keys_of_source, keys = (None, keys) if own else (keys, None)
+    changes = (classes, image_size, patch_size, channels)
     if isinstance(source, Bundle):
         if overrides:
             raise CheckpointError("overrides apply to weight files only; a bundle records every field")
-        bundle = source.in_dtype(dtype)
+        # A changed model must not change the caller's.
+        bundle = source.in_dtype(dtype) if changes == (None,) * 4 else copy.deepcopy(source.in_dtype(dtype))
     else:
-        bundle = open_checkpoint(source, overrides=overrides, dtype=dtype)
+        bundle = open_checkpoint(source, overrides=overrides, keys=keys_of_source, dtype=dtype, target_size=image_size)
+    adapt(
+        bundle,
+        classes=classes,
+        image_size=image_size,
+        patch_size=patch_size,
+        channels=channels,
+        position_method=position_method,
+    )
     opened = bundle
     path = Path(target)
     _check_not_source(bundle, target)
@@ -131,7 +156,8 @@ def convert(
         notes = [] if plan.folder else _not_in_file(near, temporary, own=to == "own")
     parameters = sum(p.numel() for p in bundle.model.parameters())
     opened.announce()
-    return Conversion(path, to, tensors, parameters, change, differences, notes)
+    about = tuple(opened.provenance.get("notes", ()))
+    return Conversion(path, to, tensors, parameters, change, differences, notes, opened.coverage, about)
 
 
 def check_format(to: str, keys: str | Path | None) -> None:

@@ -126,12 +126,18 @@ def _unknown(argument: str, value: object) -> ConfigError:
     return unknown_argument(load, argument, hint)
 
 
-def ready_bundle(source: str | Path | Bundle) -> Bundle:
+def ready_bundle(
+    source: str | Path | Bundle, *, overrides: Mapping[str, Any] | None = None, keys: str | Path | None = None
+) -> Bundle:
     """Return a bundle in float32, opened from a path or converted from a given bundle.
 
-    The caller logs its assumptions (`Bundle.announce`) after all checks.
+    `overrides` and `keys` are those of `load`. The caller logs the assumptions (`Bundle.announce`) after all checks.
     """
-    return source.in_dtype("float32") if isinstance(source, Bundle) else open_checkpoint(source)
+    if not isinstance(source, Bundle):
+        return open_checkpoint(source, overrides=overrides, keys=keys)
+    if overrides or keys is not None:
+        raise CheckpointError("overrides and keys apply to weight files only; a bundle records every field")
+    return source.in_dtype("float32")
 
 
 def open_checkpoint(

@@ -1,17 +1,19 @@
 """`vitrail bench`: throughput and latency of a model on this machine."""
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import vitrail
 from vitrail.cli.output import echo, print_table, progress
-from vitrail.cli.overrides import Keys, Overrides, open_model
+from vitrail.cli.overrides import Keys, Overrides, read_overrides
 
 if TYPE_CHECKING:
-    from vitrail.acceleration.bench import Bench, Cell
+    from vitrail.acceleration.bench import Cell
+    from vitrail.inference.benchmark import Benchmark
 
-Word = TypeVar("Word")
+BATCHES = (1, 4, 16, 64)
 
 
 def bench(
@@ -40,56 +42,30 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Measure the throughput and latency of a model on this machine, per engine, precision and batch size."""
-    from vitrail.acceleration.bench import BATCHES, run_benchmark
-    from vitrail.acceleration.engine import Kind
-    from vitrail.runtime import Precision, choose_device
-
-    kinds = _selected(engine, get_args(Kind), "engine")
-    precisions = _selected(precision, get_args(Precision), "precision") if precision else None
-    target = choose_device(device)
-    opened = open_model(bundle, override, keys)
-    opened.announce()
-    with progress("measuring") as on_measured:
-        result = run_benchmark(
-            opened.model,
-            opened.preprocess,
-            device=target,
-            engines=kinds,
-            precisions=precisions,
+    with progress() as bar:
+        result = vitrail.bench(
+            bundle,
+            engines=engine,
+            precisions=precision,
             batches=batch or BATCHES,
             seconds=seconds,
-            on_progress=on_measured,
+            device=device,
+            overrides=read_overrides(override),
+            keys=keys,
+            on_progress=bar,
+            on_plan=bar.say,
         )
     if as_json:
-        echo(json.dumps({**_machine(target), "seconds": seconds, **result.as_dict()}, indent=2))
+        echo(json.dumps(result.as_dict(), indent=2))
     else:
-        _print_bench(result, _machine(target))
+        _print_bench(result)
     if not result.cells:  # the reasons are printed above
         raise typer.Exit(2)
 
 
-def _selected(words: list[str] | None, valid: tuple[Word, ...], what: str) -> list[Word]:
-    """Return the requested values, or all of them; raise on an unknown one."""
-    from vitrail.errors import ConfigError, suggest
-
-    for word in words or ():
-        if word not in valid:
-            names = [str(name) for name in valid]
-            raise ConfigError(f"no {what} is called {word!r}; there are {', '.join(names)}{suggest(word, names)}")
-    return [word for word in valid if not words or word in words]
-
-
-def _machine(device: Any) -> dict[str, Any]:
-    """Describe the device and the versions."""
-    import torch
-
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    return {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
-
-
-def _print_bench(result: "Bench", machine: dict[str, Any]) -> None:
-    threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
-    echo(f"{machine['device']}, {threads}, torch {machine['torch']}")
+def _print_bench(result: "Benchmark") -> None:
+    threads = "1 thread" if result.threads == 1 else f"{result.threads} threads"
+    echo(f"{result.device}, {threads}, torch {result.torch}")
     if result.cells:
         echo("")
         plain = {cell.batch: cell for cell in result.cells if (cell.engine, cell.precision) == ("torch", "float32")}

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import vitrail
 from vitrail.cli.output import echo, print_table, progress
 from vitrail.text import byte_size
 
 if TYPE_CHECKING:
     from vitrail.data.checking.check import Report
-    from vitrail.data.checking.speed import Speed
+    from vitrail.data.checking.full_check import DataCheck
+    from vitrail.data.checking.speed import Bound, Speed
 
-SPEEDS = (100.0, 1000.0, 5000.0)
-"""The images/s of compute shown by default: a CPU, a small GPU, a large GPU."""
 LISTED = 5
 """Images listed per finding; the JSON has all of them. Errors are always listed in full."""
 MAX_CLASSES = 20
@@ -60,63 +60,27 @@ def check(
     ] = 224,
 ) -> None:
     """Find unreadable files, duplicates, class imbalance and outliers in a dataset, and measure how fast it loads."""
-    from vitrail.data.batches import default_workers
-    from vitrail.data.checking.check import check_data, open_to_check
-    from vitrail.data.checking.speed import available_cores, measure_speed
-    from vitrail.data.sources.labels import report_faults
-
-    if sheet is not None:
-        _check_target(sheet)
-    with progress("listing") as on_listed:
-        splits, faults = open_to_check(data, on_progress=lambda count: on_listed(count, None))
-    with progress("measuring") as on_measured:
-        # Before the check, which reads every file into the page cache.
-        speed = measure_speed(splits.train, size=(size, size), on_progress=on_measured)
-    workers = default_workers() if workers is None else workers
-    with progress("decoding") as on_decoded:
-        report = check_data(splits, size=size, workers=workers, on_progress=on_decoded, faults=faults)
-    if not report.usable:
-        first = report.unreadable[0]
-        none = f"none of the {report.images:,} images can be read; the first, {first.image.name}: {first.reason}"
-        report_faults([*faults, none], data, None, listed=len(faults) + 1)
-    if sheet is not None:
-        from vitrail.data.checking.contact_sheet import contact_sheet, save_sheet
-
-        save_sheet(contact_sheet(splits.train, title=f"{Path(data).name or data}, training split"), sheet)
-    cores = available_cores()
-    speeds = SPEEDS if images_per_second is None else (images_per_second,)
+    with progress() as bar:
+        result = vitrail.check(
+            data, size=size, images_per_second=images_per_second, sheet=sheet, workers=workers, on_progress=bar
+        )
     if as_json:
-        output = {**report.as_dict(), "speed": None, "bounds": [], "sheet": None if sheet is None else str(sheet)}
-        if speed is not None:
-            output |= {
-                "speed": speed.as_dict(),
-                "bounds": [speed.bound(compute, cores)._asdict() for compute in speeds],
-            }
-        echo(json.dumps(output, indent=2, ensure_ascii=False))
-        raise typer.Exit(2 if report.unreadable or report.faults else 0)
-    _print_report(report)
+        echo(json.dumps(result.as_dict(), indent=2, ensure_ascii=False))
+    else:
+        _print_check(result, size)
+    # Unreadable images are an error that scripts should see.
+    raise typer.Exit(0 if result.passed else 2)
+
+
+def _print_check(result: "DataCheck", size: int) -> None:
+    _print_report(result.report)
     _heading("Speed")
-    if speed is not None:
-        _print_speed(speed, speeds, cores, size)
+    if result.speed is not None:
+        _print_speed(result.speed, result.bounds, result.cores, size)
     else:
         echo("No image of the sample could be loaded, so the speed was not measured.")
-    if sheet is not None:
-        echo(f"\nThe contact sheet is {sheet}.")
-    # Unreadable images are an error that scripts should see.
-    raise typer.Exit(2 if report.unreadable or report.faults else 0)
-
-
-def _check_target(sheet: Path) -> None:
-    """Reject a wrong target before decoding every image."""
-    reason = None
-    if sheet.suffix.lower() != ".png":
-        reason = "does not end with .png"
-    elif sheet.is_dir():
-        reason = "is a folder"
-    elif not sheet.absolute().parent.is_dir():
-        reason = "is in a folder that does not exist"
-    if reason is not None:
-        raise typer.BadParameter(f"{str(sheet)!r} {reason}", param_hint="--sheet")
+    if result.sheet is not None:
+        echo(f"\nThe contact sheet is {result.sheet}.")
 
 
 def _print_report(report: "Report") -> None:
@@ -167,14 +131,13 @@ def _print_classes(report: "Report") -> None:
     print_table(("class", *splits), [*rows, total], numbers=splits)
 
 
-def _print_speed(speed: "Speed", speeds: tuple[float, ...], cores: int, size: int) -> None:
+def _print_speed(speed: "Speed", bounds: "tuple[Bound, ...]", cores: int, size: int) -> None:
     _print_wrapped(
         f"One image takes {speed.reading:.2f} ms to read, {speed.decoding:.2f} ms to decode "
         f"({speed.decoding_full_size:.2f} ms full size) and {speed.augmenting:.2f} ms to crop and flip to "
         f"{size}×{size}: {_rate(speed.images_per_second)} images/s per worker. (Mean of {speed.images} images, on one "
         "core; with the page cache in its current state.)"
     )
-    bounds = [speed.bound(compute, cores) for compute in speeds]
     here = "1 core" if cores == 1 else f"{cores} cores"
     echo(f"\nOn this machine ({here}):")
     print_table(

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+import vitrail
 from vitrail.cli.output import echo
 from vitrail.cli.overrides import Overrides, read_overrides
 
@@ -47,38 +48,23 @@ def convert(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing target.")] = False,
 ) -> None:
     """Convert a checkpoint to another format, and verify that the logits stay the same."""
-    from vitrail.checkpoints.adapt import adapt
-    from vitrail.checkpoints.convert import check_format
-    from vitrail.checkpoints.convert import convert as run
-    from vitrail.checkpoints.load import open_checkpoint
-
-    own, size = to == "own", _size(image_size, "--image-size")
-    check_format(to, keys if own else None)  # before the model is opened
-    bundle = open_checkpoint(
+    done = vitrail.convert(
         source,
+        target,
+        to=to,  # type: ignore[arg-type]  # checked there
         overrides=read_overrides(override),
-        keys=None if own else keys,
-        dtype=dtype,  # type: ignore[arg-type]
-        target_size=size,
-    )
-    adapt(
-        bundle,
+        keys=keys,
+        dtype=dtype,  # type: ignore[arg-type]  # checked there
         classes=classes,
-        image_size=size,
+        image_size=_size(image_size, "--image-size"),
         patch_size=_size(patch_size, "--patch-size"),
         channels=channels,
-        position_method=position,  # type: ignore[arg-type]
-    )
-    done = run(
-        bundle,
-        target,
-        to=to,  # type: ignore[arg-type]
-        keys=keys if own else None,
+        position_method=position,  # type: ignore[arg-type]  # checked there
         approximate=approximate,
         overwrite=overwrite,
     )
-    echo(f"{source}: {bundle.coverage}")
-    for note in [*bundle.provenance.get("notes", []), *done.notes]:
+    echo(f"{source}: {done.coverage}")
+    for note in [*done.source_notes, *done.notes]:
         echo(f"note: {note}")
     for difference in done.differences:
         echo(f"approximated: {difference}")

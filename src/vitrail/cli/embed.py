@@ -1,13 +1,13 @@
 """`vitrail embed`: write the features of images to a file."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+import vitrail
 from vitrail.cli.output import echo, progress
-from vitrail.cli.overrides import Keys, Overrides, open_model
+from vitrail.cli.overrides import Keys, Overrides, read_overrides
 
 LISTED = 10
 """Unreadable images listed."""
@@ -51,31 +51,26 @@ def embed(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
 ) -> None:
     """Write the features of images to a file: pooled vectors or tokens of any layer, one row per image."""
-    from vitrail.inference.embed import check_output, embed_source
-    from vitrail.inference.feature_files import check_dtype
-    from vitrail.inference.features import ComputeOptions, FeatureRequest
-
-    check_output(output, overwrite=overwrite)
-    check_dtype(dtype)
-    from vitrail.data.sources.selection import choose_images, recorded_split
-
-    compute = ComputeOptions(device, precision, batch, workers)  # type: ignore[arg-type]
-    compute.check()  # before anything is read
-    model, request = open_model(bundle, override, keys), FeatureRequest(tokens, layer, normalise, raw)  # type: ignore[arg-type]
-    request.check(model.model.config)
-    with progress("listing") as on_listed:
-        chosen = choose_images(
-            data, split, record=recorded_split(model.origin), on_progress=lambda count: on_listed(count, None)
-        )
-    with progress("embedding") as on_embedded:
-        done = embed_source(
-            model,
-            chosen.source,
+    with progress() as bar:
+        done = vitrail.embed(  # type: ignore[call-overload]  # words are checked there
+            bundle,
+            data,
             output,
-            request,
-            replace(compute, on_progress=on_embedded),
-            dtype=dtype,  # type: ignore[arg-type]
+            tokens=tokens,
+            layer=layer,
+            normalise=normalise,
+            raw=raw,
+            split=split,
+            dtype=dtype,
+            batch=batch,
+            workers=workers,
+            device=device,
+            precision=precision,
+            overrides=read_overrides(override),
+            keys=keys,
             overwrite=overwrite,
+            on_progress=bar,
+            on_plan=bar.say,
         )
     sidecar = "" if done.names is None else f"; names and labels are in {done.names}"
     echo(f"{' × '.join(f'{size:,}' for size in done.shape)} {dtype} in {done.output}{sidecar}")

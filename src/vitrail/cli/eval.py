@@ -6,17 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import vitrail
 from vitrail.cli.output import echo, print_table, progress
-from vitrail.cli.overrides import Keys, Overrides, open_model
-from vitrail.text import as_percent
+from vitrail.cli.overrides import Keys, Overrides, read_overrides
 
 if TYPE_CHECKING:
-    from vitrail.evaluation import Evaluation
-    from vitrail.metrics.intervals import Interval
+    from vitrail.tasks.metrics import Metrics, ResultTable
 
-MAX_CLASSES = 20
 LISTED = 10
-"""Confusions and images listed; the JSON has more."""
+"""Unreadable images listed; the JSON has all of them."""
 
 
 def eval(
@@ -53,115 +51,54 @@ def eval(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Evaluate a model on labelled images: accuracy, per-class metrics, confusions, calibration, confident mistakes."""
-    from vitrail.data.sources.selection import choose_images, recorded_split
-    from vitrail.evaluation import evaluate_chosen
-    from vitrail.runtime import autocast, choose_device
-
-    autocast(choose_device(device), precision)  # type: ignore[arg-type]  # fail early on a wrong value
-    model = open_model(bundle, override, keys)
-    record = recorded_split(model.origin)
-    with progress("listing") as on_listed:
-        chosen = choose_images(data, split, record=record, on_progress=lambda count: on_listed(count, None))
-    with progress("evaluating") as on_evaluated:
-        evaluation = evaluate_chosen(
-            model,
-            chosen,
-            record,
+    with progress() as bar:
+        evaluation = vitrail.evaluate(
+            bundle,
+            data,
+            split=split,  # type: ignore[arg-type]  # checked there
+            by_number=by_number,
             device=device,
-            precision=precision,  # type: ignore[arg-type]
+            precision=precision,  # type: ignore[arg-type]  # checked there
             batch=batch,
             workers=workers,
-            by_number=by_number,
-            on_progress=on_evaluated,
+            overrides=read_overrides(override),
+            keys=keys,
+            on_progress=bar,
+            on_plan=bar.say,
         )
     for warning in evaluation.warnings:
         echo(f"WARNING: {warning}", err=True, bold=True)
     if as_json:
         echo(_compact_json(evaluation.as_dict()))
         return
-    _print_evaluation(evaluation, every_class)
+    _print_metrics(evaluation, every_class)
 
 
-def _print_evaluation(evaluation: "Evaluation", every_class: bool) -> None:
-    from vitrail.text import percent
-
-    echo(f"{evaluation.summary}.")
+def _print_metrics(metrics: "Metrics", every_row: bool) -> None:
+    echo(f"{metrics.summary}.")
     echo("")
-    loss, base = evaluation.loss_interval, evaluation.baselines
-    rows = [
-        ("top-1", f"{percent(evaluation.top1)}%", _span(evaluation.top1_interval)),
-        *(
-            []
-            if evaluation.top5 is None
-            else [("top-5", f"{percent(evaluation.top5)}%", _span(evaluation.top5_interval))]
-        ),
-        (
-            "balanced accuracy",
-            f"{percent(evaluation.balanced_accuracy)}%",
-            _span(evaluation.balanced_accuracy_interval),
-        ),
-        ("macro-F1", f"{percent(evaluation.macro_f1)}%", _span(evaluation.macro_f1_interval)),
-        (f"always {evaluation.classes[base.majority_class]!r}", f"{percent(base.majority)}%", ""),
-        ("chance", f"{percent(base.chance)}%", ""),
-        ("log loss", f"{evaluation.loss:.4f}", f"{loss.low:.4f}–{loss.high:.4f}"),
-        ("calibration error", f"{percent(evaluation.ece)}%", ""),
-    ]
+    rows = [(metric.name, metric.text, metric.span) for metric in metrics.numbers]
     print_table(("metric", "value", "95% interval"), rows, numbers=("value",))
-    echo(_calibration(evaluation))
-    _print_classes(evaluation, every_class)
-    confusions = evaluation.most_confused(LISTED)
-    if confusions:
-        _heading("Confusions")
-        names = evaluation.classes
-        print_table(
-            ("images", "true class", "predicted"),
-            [(f"{row.images:,}", names[row.true], names[row.predicted]) for row in confusions],
-            numbers=("images",),
-        )
-        _heading("The most confident mistakes")
-        print_table(
-            ("confidence", "true class", "predicted", "image"),
-            [(f"{percent(m.confidence)}%", m.true, m.predicted, m.name) for m in evaluation.worst[:LISTED]],
-            numbers=("confidence",),
-        )
-    if evaluation.bad:
+    for remark in metrics.remarks:
+        echo(remark)
+    for table in metrics.tables:
+        _print_result_table(table, every_row)
+    if metrics.bad:
         _heading("Images that could not be read")
-        for image in evaluation.bad[:LISTED]:
+        for image in metrics.bad[:LISTED]:
             echo(f"{image.name}: {image.reason}")
-        if len(evaluation.bad) > LISTED:
-            echo(f"… and {len(evaluation.bad) - LISTED:,} more")
+        if len(metrics.bad) > LISTED:
+            echo(f"… and {len(metrics.bad) - LISTED:,} more")
 
 
-def _calibration(evaluation: "Evaluation") -> str:
-    """Compare the mean confidence with the accuracy, in words."""
-    from vitrail.text import percent
-
-    full = [row for row in evaluation.reliability if row.confidence is not None]
-    confidence = sum(row.images * (row.confidence or 0) for row in full) / evaluation.images
-    return f"The mean confidence is {percent(confidence)}%; the accuracy is {percent(evaluation.top1)}%."
-
-
-def _print_classes(evaluation: "Evaluation", every_class: bool) -> None:
-    """Print a row per class, the weakest first."""
-    rows = evaluation.weakest_first
-    listed = rows if every_class else rows[:MAX_CLASSES]
-    _heading("Classes, the weakest first")
-    print_table(
-        ("class", "images", "recall", "precision", "F1"),
-        [(r.name, f"{r.images:,}", as_percent(r.recall), as_percent(r.precision), as_percent(r.f1)) for r in listed],
-        numbers=("images", "recall", "precision", "F1"),
-    )
-    if len(rows) > len(listed):
-        echo(f"… and {len(rows) - len(listed):,} more; --all lists them")
-    without = len(evaluation.per_class) - len(rows)
-    if without:
-        echo(f"The model has {without:,} more {'class' if without == 1 else 'classes'} without images here.")
-
-
-def _span(interval: "Interval | None") -> str:
-    from vitrail.text import percent
-
-    return "" if interval is None else f"{percent(interval.low)}–{percent(interval.high)}"
+def _print_result_table(table: "ResultTable", every_row: bool) -> None:
+    _heading(table.title)
+    rows = table.rows if every_row else table.rows[: table.shown]
+    print_table(table.header, rows, numbers=table.numbers)
+    if len(table.rows) > len(rows):
+        echo(f"… and {len(table.rows) - len(rows):,} more; --all lists them")
+    if table.note:
+        echo(table.note)
 
 
 def _heading(text: str) -> None:

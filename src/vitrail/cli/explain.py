@@ -1,21 +1,18 @@
 """`vitrail explain`: show which patches a prediction depends on."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import vitrail
 from vitrail.cli.output import echo, print_table, progress
-from vitrail.cli.overrides import Keys, Overrides, open_model
+from vitrail.cli.overrides import Keys, Overrides, read_overrides
+from vitrail.text import percent, shorten
 
 if TYPE_CHECKING:
-    from vitrail.data.inputs import Item
-    from vitrail.explanations.explain import Explainer
-    from vitrail.explanations.explanation import Explanation, Outputs
+    from vitrail.explanations.files import ExplainedFile
 
-TILE = 160
-"""The longer side of a tile in a grid, in pixels."""
 LISTED = 20
 """Rows in the table, and unreadable images listed below it."""
 
@@ -69,85 +66,43 @@ def explain(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
 ) -> None:
     """Show which patches support a prediction, or what a model attends to: write a PNG per image."""
-    from vitrail.errors import DataError
-    from vitrail.explanations.explain import Explainer, check_grid
-    from vitrail.explanations.explanation import ending_of, plan_outputs
-    from vitrail.explanations.request import ExplanationRequest
-    from vitrail.inference.listing import EMPTY_STDIN, STDIN, list_items, read_stdin
-    from vitrail.inference.skipped import SkippedFiles
-    from vitrail.text import printable_path, shorten
-
-    request = ExplanationRequest(method, layer, head, query, fuse, discard)  # type: ignore[arg-type]
-    if grid is not None:
-        check_grid(request, grid)
-    skipped = SkippedFiles()
-    items = list(list_items(images, stdin=read_stdin(), skipped=skipped))
-    for text in skipped.messages():
+    with progress() as bar:
+        done = vitrail.explain_files(
+            bundle,
+            images,
+            method=method,  # type: ignore[arg-type]  # checked there
+            target=target,
+            layer=layer,
+            head=head,
+            query=query,
+            fuse=fuse,  # type: ignore[arg-type]  # checked there
+            discard=discard,
+            grid=grid,  # type: ignore[arg-type]  # checked there
+            out=out,
+            arrays=arrays,
+            opacity=opacity,
+            side=side,
+            device=device,
+            overrides=read_overrides(override),
+            keys=keys,
+            overwrite=overwrite,
+            on_progress=bar,
+        )
+    for text in done.skipped:
         echo(f"vitrail: {text}", err=True)
-    if not items:
-        places = ", ".join(map(printable_path, images))
-        raise DataError(EMPTY_STDIN if set(images) == {STDIN} else f"no images in {places}")
-    ending = ending_of(request, target, grid)
-    planned = plan_outputs([item.name for item in items], out, ending, arrays=arrays, overwrite=overwrite)
-    explainer = Explainer(open_model(bundle, override, keys), request, target=target, device=device)
-    rows, bad = [], []
-    with progress("explaining") as on_explained:
-        for number, (item, files) in enumerate(zip(items, planned, strict=True)):
-            on_explained(number, len(items))
-            name = printable_path(os.fsdecode(item.name))
-            try:
-                explanation = _write(explainer, item, name, files, grid, opacity, side, overwrite)
-            except DataError as error:
-                bad.append(error)
-                continue
-            rows.append((shorten(name), *_class_and_confidence(explanation), str(files.image)))
-    if not rows:
-        raise bad[0]
-    titles = ("image", "class", "confidence", "written") if explainer.request.targeted else ("image", "written")
-    print_table(
-        titles,
-        [row if explainer.request.targeted else (row[0], row[-1]) for row in rows[:LISTED]],
-        numbers=("confidence",),
-    )
-    if len(rows) > LISTED:
-        echo(f"… and {len(rows) - LISTED:,} more in {out}")
-    for unread in bad[:LISTED]:
-        echo(f"skipped: {unread}", err=True)
-    if len(bad) > LISTED:
-        echo(f"skipped: {len(bad) - LISTED:,} more", err=True)
+    rows = [_row(file, targeted=done.targeted) for file in done.files[:LISTED]]
+    titles = ("image", "class", "confidence", "written") if done.targeted else ("image", "written")
+    print_table(titles, rows, numbers=("confidence",))
+    if len(done.files) > LISTED:
+        echo(f"… and {len(done.files) - LISTED:,} more in {out}")
+    for text in done.bad[:LISTED]:
+        echo(f"skipped: {text}", err=True)
+    if len(done.bad) > LISTED:
+        echo(f"skipped: {len(done.bad) - LISTED:,} more", err=True)
 
 
-def _write(
-    explainer: "Explainer",
-    item: "Item",
-    name: str,
-    files: "Outputs",
-    grid: str | None,
-    opacity: float,
-    side: int | None,
-    overwrite: bool,
-) -> "Explanation":
-    """Explain one image and write its map."""
-    import numpy as np
-
-    from vitrail.explanations.explanation import captioned, save_array, save_image, tiled
-
-    if grid is None:
-        explanation = explainer.explain(item, name)
-        sheet, array = explanation.side_by_side(opacity, side), explanation.map
-    else:
-        tiles = explainer.grid(item, grid, name)  # type: ignore[arg-type]
-        explanation, array = tiles[0].explanation, np.stack([tile.explanation.map for tile in tiles])
-        sheet = tiled([tile.explanation.overlay(opacity, side or TILE) for tile in tiles], [t.label for t in tiles])
-    save_image(captioned(sheet, explanation.caption), files.image, notes=explanation.notes, overwrite=overwrite)
-    if files.array is not None:
-        save_array(array, files.array, overwrite=overwrite)
-    return explanation
-
-
-def _class_and_confidence(explanation: "Explanation") -> tuple[str, str]:
-    """Return the explained class and its probability."""
-    from vitrail.text import percent
-
-    probability = "" if explanation.probability is None else f"{percent(explanation.probability)}%"
-    return "" if explanation.target is None else str(explanation.target), probability
+def _row(file: "ExplainedFile", *, targeted: bool) -> tuple[str, ...]:
+    if not targeted:
+        return shorten(file.name), str(file.image)
+    probability = "" if file.probability is None else f"{percent(file.probability)}%"
+    return shorten(file.name), "" if file.target is None else str(file.target), probability, str(file.image)

@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 
+import vitrail
 from vitrail.cli.output import echo
-from vitrail.cli.overrides import Keys, Overrides, open_model
+from vitrail.cli.overrides import Keys, Overrides, read_overrides
 
 
 def export(
@@ -40,17 +41,15 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
 ) -> None:
     """Export a model for ONNX Runtime, torch.export or OpenVINO, and verify that the outputs stay the same."""
-    from vitrail.exporting import check_request
-    from vitrail.exporting import export as run
-
-    check_request(output, to, opset, overwrite=overwrite)  # before the model is opened
-    done = run(
-        open_model(bundle, override, keys),
+    done = vitrail.export(
+        bundle,
         output,
         to=to,  # type: ignore[arg-type]
         preprocess=preprocess,
         channels_last=channels_last,
         opset=opset,
+        overrides=read_overrides(override),
+        keys=keys,
         overwrite=overwrite,
     )
     inputs = done.metadata["input"]

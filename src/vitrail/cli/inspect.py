@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+import vitrail
 from vitrail.cli.output import echo, print_table
 from vitrail.cli.overrides import Keys, Overrides, read_overrides
 
@@ -23,9 +24,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Describe a checkpoint: family, architecture, size, preprocessing, classes, tensors, anything unusual."""
-    from vitrail.checkpoints.inspect import inspect as look
-
-    inspection = look(source, overrides=read_overrides(override), keys=keys)
+    inspection = vitrail.inspect(source, overrides=read_overrides(override), keys=keys)
     bundle, config = inspection.bundle, inspection.bundle.model.config
     if as_json:
         report = {

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from vitrail.cli.output import echo, print_table, with_progress
+import vitrail
+from vitrail.cli.output import echo, print_table, progress
 
 
 def models(
@@ -21,33 +22,27 @@ def models(
 
 
 def _list_all(as_json: bool) -> None:
-    from vitrail.models.stages import cost
-    from vitrail.models.variants import DEFAULT_IMAGE_SIZE, VARIANTS, variant_config
-
-    costs = [(v, cost(variant_config(v.paper))) for v in with_progress(VARIANTS, "counting")]
+    with progress() as bar:
+        listed = vitrail.list_models(on_progress=bar)
     if as_json:
-        rows = [{"name": f"{v.name}_{DEFAULT_IMAGE_SIZE}", "paper": v.paper, **spent._asdict()} for v, spent in costs]
+        rows = [{"name": model.name, "paper": model.paper, **model.cost._asdict()} for model in listed]
         echo(json.dumps(rows, indent=2))
         return
     print_table(
         ("name", "paper", "parameters", "tokens", "GFLOPs"),
-        [
-            (f"{v.name}_{DEFAULT_IMAGE_SIZE}", v.paper, f"{c.parameters:,}", str(c.tokens), f"{c.flops / 1e9:,.2f}")
-            for v, c in costs
-        ],
+        [(m.name, m.paper, f"{m.cost.parameters:,}", str(m.cost.tokens), f"{m.cost.flops / 1e9:,.2f}") for m in listed],
         numbers=("parameters", "tokens", "GFLOPs"),
     )
+    height, width = listed[0].config.image_size
     echo(
-        f"\nAt {DEFAULT_IMAGE_SIZE}×{DEFAULT_IMAGE_SIZE} pixels and 1,000 classes. GFLOPs are for one image; a "
-        "multiply-add\ncounts as two, so tables that count it as one show half.\n"
+        f"\nAt {height}×{width} pixels and 1,000 classes. GFLOPs are for one image; a multiply-add\n"
+        "counts as two, so tables that count it as one show half.\n"
         "Other image sizes: vit_base_patch16_384. One model in detail: vitrail models B/16."
     )
 
 
 def _show_one(name: str, as_json: bool) -> None:
-    from vitrail.api import describe
-
-    description = describe(name)
+    description = vitrail.describe(name)
     spent = description.cost
     if as_json:
         report = {

@@ -1,16 +1,21 @@
 """Terminal output of all commands: escaped text, tables and progress bars."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
 import typer
 
 from vitrail.io import writing_to_stdout
 from vitrail.text import printable
 
-Item = TypeVar("Item")
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+INTERVAL = 0.1
+"""Seconds between two drawings of a progress bar."""
 
 
 def echo(text: str = "", *, err: bool = False, bold: bool = False) -> None:
@@ -47,36 +52,56 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers
         Console(width=width).print(table)
 
 
-def with_progress(items: Sequence[Item], what: str) -> Iterable[Item]:
-    """Iterate over `items` with a transient progress bar on stderr."""
-    from rich.console import Console
-    from rich.progress import track
+class ProgressBar:
+    """A transient progress bar on stderr, one stage after the other; without a terminal it shows nothing."""
 
-    return track(items, what, transient=True, console=Console(stderr=True))
+    def __init__(self) -> None:
+        self._on_terminal = sys.stderr.isatty()
+        self._stage = ""
+        self._bar: Progress | None = None
+        self._drawn = 0.0
+
+    def __call__(self, stage: str, done: int, total: int | None) -> None:
+        """Show how many are done in a stage, and the total if it is known."""
+        if not self._on_terminal:
+            return
+        if self._bar is None or stage != self._stage:
+            self.stop()
+            self._bar, self._stage = _new_bar(stage), stage
+        self._bar.update(self._bar.task_ids[0], completed=done, total=total)
+        if time.monotonic() - self._drawn >= INTERVAL:
+            self._bar.refresh()
+            self._drawn = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """Print a line on stderr; a bar that is shown is removed first."""
+        self.stop()
+        echo(text, err=True)
+
+    def stop(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar = None
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int | None], None]]:
-    """Yield a function that updates a transient progress bar on stderr; without a terminal it does nothing."""
-    if not sys.stderr.isatty():
-        yield _show_nothing
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, transient=True, console=Console(stderr=True))
-    task = bar.add_task(what, total=None)
-
-    def move(done: int, total: int | None) -> None:
-        bar.update(task, completed=done, total=total)
-        bar.start()  # only now: its thread must not exist yet when the worker processes are forked
-
+def progress() -> Iterator[ProgressBar]:
+    """Yield a progress bar, and remove it at the end."""
+    bar = ProgressBar()
     try:
-        yield move
+        yield bar
     finally:
         bar.stop()
 
 
-def _show_nothing(done: int, total: int | None) -> None:
-    del done, total
+def _new_bar(stage: str) -> "Progress":
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    # Without a thread that refreshes it: worker processes may be forked while the bar is shown.
+    bar = Progress(*columns, transient=True, console=Console(stderr=True), auto_refresh=False)
+    bar.add_task(stage, total=None)
+    bar.start()
+    return bar

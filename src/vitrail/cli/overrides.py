@@ -4,12 +4,9 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-
-if TYPE_CHECKING:
-    from vitrail.checkpoints.bundle import Bundle
 
 Overrides = Annotated[
     list[str] | None,
@@ -21,13 +18,6 @@ Overrides = Annotated[
     ),
 ]
 Keys = Annotated[Path | None, typer.Option("--keys", help="Key table (TOML) of a custom ViT.")]
-
-
-def open_model(source: str, overrides: Sequence[str] | None, keys: Path | None) -> "Bundle":
-    """Open a model; assumptions about its file are printed on stderr when the model is used."""
-    from vitrail.checkpoints.load import open_checkpoint
-
-    return open_checkpoint(source, overrides=read_overrides(overrides), keys=keys)
 
 
 def read_overrides(fields: Sequence[str] | None) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import vitrail
 from vitrail.cli.output import echo, progress
-from vitrail.cli.overrides import Keys, Overrides, open_model
+from vitrail.cli.overrides import Keys, Overrides, read_overrides
 
 if TYPE_CHECKING:
     from vitrail.inference.predict import Summary
@@ -62,18 +63,14 @@ def predict(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no summary on stderr.")] = False,
 ) -> None:
     """Classify images: print or write the most probable classes of each image, in input order."""
-    from vitrail.inference.predict import predict_files
-    from vitrail.inference.writing import choose_format
-
-    model = open_model(bundle, override, keys)
     # A progress bar would interleave with the rows on the terminal.
     hidden = quiet or (output is None and sys.stdout.isatty())
     try:
-        with progress("predicting") as on_predicted:
-            done = predict_files(
-                model,
+        with progress() as bar:
+            done = vitrail.predict(
+                bundle,
                 paths,
-                output=output,
+                output="-" if output is None else output,
                 format=format,
                 top=top,
                 batch=batch,
@@ -81,13 +78,17 @@ def predict(
                 device=device,
                 engine=engine,
                 precision=precision,
+                overrides=read_overrides(override),
+                keys=keys,
                 null=null,
                 resume=resume,
                 overwrite=overwrite,
-                on_progress=None if hidden else on_predicted,
+                on_progress=None if hidden else bar,
+                on_plan=None if quiet else bar.say,
             )
     except KeyboardInterrupt:
-        if output is not None and not quiet and choose_format(format, output, interactive=False) != "table":
+        is_table = format == "table" or (format is None and output is not None and output.suffix.lower() == ".txt")
+        if output is not None and not quiet and not is_table:
             echo(f"vitrail: stopped; rerun the same command with --resume to resume {output}", err=True)
         raise
     if not quiet:

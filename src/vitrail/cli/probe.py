@@ -2,13 +2,13 @@
 
 import json
 import re
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import vitrail
 from vitrail.cli.output import echo, print_table, progress
-from vitrail.cli.overrides import Keys, Overrides, open_model
+from vitrail.cli.overrides import Keys, Overrides, read_overrides
 
 if TYPE_CHECKING:
     from vitrail.inference.probe import ProbeResult, ProbeRow
@@ -60,22 +60,24 @@ def probe(
 ) -> None:
     """Measure how good a model's frozen features are: few-shot, k-nearest neighbours and linear probe."""
     numbers = _numbers("--shots", shots), _numbers("--k", k)
-    from vitrail.data.sources.selection import recorded_split
-    from vitrail.inference.features import ComputeOptions, FeatureRequest
-    from vitrail.inference.probe import ProbePlan, collect, evaluate_features, open_splits
-
-    words = tuple(word.strip() for word in only.split(",") if word.strip())
-    plan = ProbePlan(words, numbers[0], seeds, numbers[1], split)  # type: ignore[arg-type]
-    compute = ComputeOptions(device, precision, batch, workers)  # type: ignore[arg-type]
-    compute.check()  # before anything is read
-    model = open_model(bundle, override, keys)
-    FeatureRequest(layer=layer).check(model.model.config)
-    with progress("listing") as on_listed:
-        splits = open_splits(data, plan, recorded_split(model.origin), on_progress=lambda count: on_listed(count, None))
-    with progress("features") as on_features:
-        collected = collect(model, splits, plan, replace(compute, on_progress=on_features), layer=layer)
-    with progress("fitting") as on_fitted:
-        result = evaluate_features(collected, plan, device=device, on_progress=on_fitted)
+    with progress() as bar:
+        result = vitrail.probe(
+            bundle,
+            data,
+            only=[word.strip() for word in only.split(",") if word.strip()],  # type: ignore[misc]  # checked there
+            shots=numbers[0],
+            seeds=seeds,
+            k=numbers[1],
+            split=split,  # type: ignore[arg-type]  # checked there
+            layer=layer,
+            batch=batch,
+            workers=workers,
+            device=device,
+            precision=precision,  # type: ignore[arg-type]  # checked there
+            overrides=read_overrides(override),
+            keys=keys,
+            on_progress=bar,
+        )
     if as_json:
         echo(json.dumps(result.as_dict(), indent=2, ensure_ascii=False, allow_nan=False))
         return

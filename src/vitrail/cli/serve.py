@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import importlib.util
 import os
 import sys
 import time
@@ -11,10 +10,10 @@ from typing import Annotated, NoReturn
 
 import typer
 
+import vitrail
 from vitrail.cli.overrides import read_overrides
 
 _ENV = "VITRAIL_SERVE_"
-_NEEDED = ("starlette", "uvicorn", "prometheus_client", "python_multipart")
 
 
 def serve(
@@ -129,11 +128,8 @@ def serve(
     Concurrent requests share a batch. SIGTERM shuts the server down gracefully; SIGHUP loads the bundles again.
     """
     started = time.time()
-    _check_extra()
-    from vitrail.serving.settings import Settings, name_models
-
-    settings = Settings(
-        models=name_models(bundles),
+    settings = vitrail.ServeSettings(
+        models=bundles,  # type: ignore[arg-type]  # named there
         overrides=read_overrides(override),
         keys=keys,
         host=host,
@@ -162,9 +158,7 @@ def serve(
         grace=grace,
         log_requests=log_requests,
     )
-    from vitrail.serving.run import serve as run
-
-    run(settings, started=started)
+    vitrail.serve(settings, started=started)
     _end()
 
 
@@ -175,17 +169,6 @@ def _end() -> NoReturn:
         with contextlib.suppress(OSError, ValueError):  # the reader is gone
             stream.flush()
     os._exit(0)
-
-
-def _check_extra() -> None:
-    from vitrail.errors import ConfigError
-
-    missing = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
-    if missing:
-        raise ConfigError(
-            f"vitrail serve needs packages that are not installed ({', '.join(missing)}); install them with pip "
-            f"install 'vitrail[serve]'"
-        )
 
 
 def _words(text: str) -> tuple[str, ...]:

@@ -148,19 +148,18 @@ def _sweep(
 
 
 def _print_sweep(done: "Sweep", keys: list[str]) -> None:
-    from vitrail.text import percent
-    from vitrail.training.criterion import COLUMNS, TITLES
     from vitrail.training.grid import format_value
 
-    by = done.criterion if done.criterion in ("balanced_accuracy", "macro_f1") else None
-    numbers = ("val accuracy", *((f"val {TITLES[by]}",) if by else ()), "val loss", "best step", "minutes")
+    headline, by = done.task.headline, done.task.criteria[done.criterion]
+    shown = [headline, *([by] if by.key not in (headline.key, "val_loss") else [])]
+    numbers = (*(f"val {one.title}" for one in shown), "val loss", "best step", "minutes")
     rows = []
     for candidate in done.candidates:
         outcome = candidate.outcome
-        scores = ["–"] * (4 if by else 3)
-        if outcome.val_top1 is not None and outcome.val_loss is not None:
-            reached = [f"{percent(getattr(outcome, COLUMNS[by]))}%"] if by else []
-            scores = [f"{percent(outcome.val_top1)}%", *reached, f"{outcome.val_loss:.4f}", f"{outcome.best_step:,}"]
+        scores = ["–"] * (len(shown) + 2)
+        if outcome.metrics:
+            reached = [one.show(outcome.metrics[one.key]) for one in shown]
+            scores = [*reached, f"{outcome.metrics['val_loss']:.4f}", f"{outcome.best_step:,}"]
         result = "diverged" if outcome.diverged else "best" if candidate is done.chosen else ""
         values = [format_value(candidate.values[key]) for key in keys]
         rows.append((*values, *scores, f"{outcome.seconds / 60:.1f}", result))
@@ -168,8 +167,8 @@ def _print_sweep(done: "Sweep", keys: list[str]) -> None:
     for spread in done.seeds:
         which = "".join(f"{key}={format_value(value)}, " for key, value in spread.values.items())
         echo(
-            f"{which}{spread.runs} seeds: mean validation accuracy {percent(spread.mean)}%, range "
-            f"{percent(spread.low)}–{percent(spread.high)}"
+            f"{which}{spread.runs} seeds: mean validation {headline.title} {headline.show(spread.mean)}, range "
+            f"{headline.show(spread.low)} to {headline.show(spread.high)}"
         )
     if done.seeds:
         echo(

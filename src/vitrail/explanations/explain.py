@@ -15,13 +15,12 @@ from vitrail.checkpoints.load import ready_bundle
 from vitrail.data.inputs import ImageInput, Item, fitted, is_one, item_of, name_of, no_image
 from vitrail.data.sources.source import Pixels
 from vitrail.errors import ConfigError, Diverged, InputError, VitrailError, suggest
-from vitrail.evaluation import eval_mode
 from vitrail.explanations.attention import Fuse, Query, attention_maps, choose_head, maps_of_layers
 from vitrail.explanations.explanation import Explanation
 from vitrail.explanations.relevance import explained_token
 from vitrail.explanations.request import ExplanationRequest, Method, explain_pixels
 from vitrail.models.checks import as_int
-from vitrail.runtime import choose_device
+from vitrail.runtime import choose_device, eval_mode
 
 Each = Literal["heads", "layers"]
 

@@ -1,11 +1,10 @@
-"""`Classifier`: a bundle ready to predict."""
+"""`Predictor`: a bundle ready to predict; `Classifier`, the one for classification."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, get_args, overload
+from typing import Any, Generic, Literal, TypeVar, get_args, overload
 
 import numpy as np
 import torch
@@ -18,53 +17,19 @@ from vitrail.data.batches import default_workers
 from vitrail.data.inputs import ImageInput, fitted, is_one, item_of, name_of, no_image
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Pixels
-from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged, VitrailError
-from vitrail.models.checks import per_token
+from vitrail.errors import ConfigError, Diverged, VitrailError
 from vitrail.runtime import Precision, autocast, choose_device
-from vitrail.text import percent
+from vitrail.tasks.classification import ClassPrediction
+from vitrail.tasks.lookup import CLASSIFICATION, task_of
+from vitrail.tasks.task import Prediction, Task
 
 Errors = Literal["raise", "keep"]
 BATCH = 64
+P = TypeVar("P", bound=Prediction)
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """A model's prediction for one image: the most likely classes, in order of probability."""
-
-    names: tuple[str, ...] = ()
-    """Class names; class indices as text if the bundle has no names."""
-    probabilities: tuple[float, ...] = ()
-    error: str | None = None
-    """Why the image has no prediction, if the image could not be read and `errors="keep"`."""
-
-    @property
-    def name(self) -> str:
-        """The most likely class."""
-        self._check()
-        return self.names[0]
-
-    @property
-    def probability(self) -> float:
-        """Its probability, from 0 to 1."""
-        self._check()
-        return self.probabilities[0]
-
-    def _check(self) -> None:
-        if self.error is not None:
-            raise DataError(f"the image has no prediction: {self.error}")
-
-    def __iter__(self) -> Iterator[tuple[str, float]]:
-        """Iterate over (class, probability)."""
-        return zip(self.names, self.probabilities, strict=True)
-
-    def __repr__(self) -> str:
-        if self.error is not None:
-            return f"Prediction(error: {self.error})"
-        return "Prediction(" + ", ".join(f"{name} {percent(probability)}%" for name, probability in self) + ")"
-
-
-class Classifier:
-    """Classify images: `Classifier("runs/pets/best")("cat.jpg")`.
+class Predictor(Generic[P]):
+    """Predict images with a model of any task.
 
     `bundle` is a loaded bundle or anything that `vitrail.load` opens; its model is moved to the device. `engine` is the
     name of an engine or an open one. With `precision="float32"` the outputs match those of the library that the weights
@@ -82,9 +47,9 @@ class Classifier:
         place = choose_device(device)
         autocast(place, precision)  # raises for an invalid precision before anything is read
         opened = ready_bundle(bundle)
-        outputs = check_head(opened)
+        self.task = self._task(opened)
         self.preprocess: Preprocess = opened.preprocess
-        self.names: tuple[str, ...] = opened.classes or tuple(map(str, range(outputs)))
+        self.names = opened.classes
         self.device = place
         self.engine: Engine = (
             open_engine(opened.model, opened.preprocess, kind=engine, precision=precision, device=place)
@@ -93,19 +58,22 @@ class Classifier:
         )
         opened.announce()
 
+    def _task(self, bundle: Bundle) -> Task:
+        return task_of(bundle)
+
     @overload
     def predict(  # type: ignore[overload-overlap]  # a str is a path, not a sequence
         self, images: ImageInput, *, top: int = 5, errors: Errors = "raise", batch: int = BATCH
-    ) -> Prediction: ...
+    ) -> P: ...
 
     @overload
     def predict(
         self, images: Iterable[ImageInput], *, top: int = 5, errors: Errors = "raise", batch: int = BATCH
-    ) -> list[Prediction]: ...
+    ) -> list[P]: ...
 
     def predict(
         self, images: ImageInput | Iterable[ImageInput], *, top: int = 5, errors: Errors = "raise", batch: int = BATCH
-    ) -> Prediction | list[Prediction]:
+    ) -> P | list[P]:
         """Return the prediction for one image, or a list of predictions for several.
 
         `top` is the largest number of classes in a prediction. An unreadable image raises an error that names it; with
@@ -118,7 +86,7 @@ class Classifier:
             return self._predict([images], [name_of(images, None)], top, errors, map)[0]
         if not isinstance(images, Iterable):
             raise no_image(images)
-        predictions: list[Prediction] = []
+        predictions: list[P] = []
         remaining = iter(images)
         with ThreadPoolExecutor(default_workers()) as pool:
             while some := list(islice(remaining, batch)):
@@ -128,9 +96,7 @@ class Classifier:
 
     __call__ = predict
 
-    def predict_pixels(
-        self, pixels: Tensor, top: int, name: Callable[[int], str] = "image {}".format
-    ) -> list[Prediction]:
+    def predict_pixels(self, pixels: Tensor, top: int, name: Callable[[int], str] = "image {}".format) -> list[P]:
         """Return the predictions for pixels (B, C, H, W) as returned by `fitted`; `name` is for messages."""
         if not len(pixels):
             return []
@@ -139,15 +105,11 @@ class Classifier:
         if wrong.any():
             help = "the weights are corrupt" if self.engine.precision == "float32" else "use float32"
             raise Diverged(f"the logits for {name(int(wrong.int().argmax()))} are not finite; {help}")
-        best = logits.softmax(dim=1).topk(min(top, len(self.names)), dim=1)
-        return [
-            Prediction(tuple(self.names[index] for index in indices), tuple(float(f"{p:.6g}") for p in values))
-            for values, indices in zip(best.values.tolist(), best.indices.tolist(), strict=True)
-        ]
+        return self.task.predict(logits, self.names, top)
 
     def _predict(
         self, images: Sequence[object], names: Sequence[str], top: int, errors: Errors, run: Callable[..., Any]
-    ) -> list[Prediction]:
+    ) -> list[P]:
         # Read an image that is passed twice only once: two threads must not decode the same Pillow image.
         different = {id(image): image for image in images}
         loaded = dict(zip(different, run(self._load, different.values()), strict=True))
@@ -162,7 +124,7 @@ class Classifier:
                 raise type(made)(f"{name}: {made}")
         pixels = torch.from_numpy(np.stack(good)).permute(0, 3, 1, 2) if good else torch.empty(0)
         predictions = iter(self.predict_pixels(pixels, top, readable.__getitem__))
-        return [Prediction(error=str(made)) if isinstance(made, VitrailError) else next(predictions) for made in ready]
+        return [self.task.unread(str(made)) if isinstance(made, VitrailError) else next(predictions) for made in ready]
 
     def _load(self, image: object) -> Pixels | VitrailError:
         try:
@@ -171,21 +133,21 @@ class Classifier:
             return error
 
 
+class Classifier(Predictor[ClassPrediction]):
+    """Classify images: `Classifier("runs/pets/best")("cat.jpg")`."""
+
+    def _task(self, bundle: Bundle) -> Task:
+        task = task_of(bundle)
+        if task is not CLASSIFICATION:
+            raise ConfigError(f"the model's task is {task.name}, not classification; use vitrail.predict")
+        return task
+
+
 def check_counts(top: int, batch: int) -> None:
     """Raise unless `top` and `batch` are positive."""
     for what, number in (("top", top), ("batch", batch)):
         if number < 1:
             raise ConfigError(f"{what} is {number}; it should be 1 or more")
-
-
-def check_head(bundle: Bundle) -> int:
-    """Raise unless a model has a classification head; return its number of classes."""
-    outputs = bundle.model.config.classes
-    if not outputs:
-        raise CheckpointError("the model has no classification head; train one first")
-    if error := per_token(bundle.model.config):
-        raise CheckpointError(error)
-    return outputs
 
 
 def check_precision(precision: str) -> Precision:

@@ -1,11 +1,11 @@
-"""`embed`: write the features of many images to a file."""
+"""`embed`: the features of many images, in memory or in a file."""
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
 from vitrail._version import __version__
 from vitrail.checkpoints.bundle import Bundle
@@ -31,10 +31,13 @@ from vitrail.inference.features import (
     FeatureBatch,
     FeatureKind,
     FeatureRequest,
+    Features,
     feature_batches,
+    gather,
     nothing_to_read,
 )
-from vitrail.runtime import Precision
+from vitrail.inference.plans import feature_plan
+from vitrail.runtime import OnPlan, OnProgress, Precision, on_stage
 
 
 class EmbedResult(NamedTuple):
@@ -49,6 +52,31 @@ class EmbedResult(NamedTuple):
     """Images that could not be read; they have no row."""
 
 
+@overload
+def embed(
+    bundle: Bundle | str | Path,
+    data: str | Path,
+    output: None = None,
+    *,
+    tokens: FeatureKind = "pooled",
+    layer: int | None = None,
+    normalise: bool = False,
+    raw: bool = False,
+    split: str = "all",
+    dtype: DType = "float32",
+    batch: int = 64,
+    workers: int | None = None,
+    device: str = "auto",
+    precision: Precision = "float32",
+    overrides: Mapping[str, Any] | None = None,
+    keys: str | Path | None = None,
+    overwrite: bool = False,
+    on_progress: OnProgress | None = None,
+    on_plan: OnPlan | None = None,
+) -> Features: ...
+
+
+@overload
 def embed(
     bundle: Bundle | str | Path,
     data: str | Path,
@@ -64,23 +92,61 @@ def embed(
     workers: int | None = None,
     device: str = "auto",
     precision: Precision = "float32",
+    overrides: Mapping[str, Any] | None = None,
+    keys: str | Path | None = None,
     overwrite: bool = False,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> EmbedResult:
-    """Write the features of images to a .parquet, .npy or .safetensors file, one row per image, in order.
+    on_progress: OnProgress | None = None,
+    on_plan: OnPlan | None = None,
+) -> EmbedResult: ...
+
+
+def embed(
+    bundle: Bundle | str | Path,
+    data: str | Path,
+    output: str | Path | None = None,
+    *,
+    tokens: FeatureKind = "pooled",
+    layer: int | None = None,
+    normalise: bool = False,
+    raw: bool = False,
+    split: str = "all",
+    dtype: DType = "float32",
+    batch: int = 64,
+    workers: int | None = None,
+    device: str = "auto",
+    precision: Precision = "float32",
+    overrides: Mapping[str, Any] | None = None,
+    keys: str | Path | None = None,
+    overwrite: bool = False,
+    on_progress: OnProgress | None = None,
+    on_plan: OnPlan | None = None,
+) -> EmbedResult | Features:
+    """Compute the features of images: arrays in memory, or with `output` a .parquet, .npy or .safetensors file.
+
+    There is one row per image, in order. An unreadable image has no row and is listed in the result as `bad`. Memory
+    does not grow with the number of images that are written to a file.
 
     `tokens` selects the features: "pooled" is the input of the head; "class", "patches" and "registers" are tokens.
     With `layer` (0-based, negative from the end) the model is treated as if it ended there: its final norm follows,
-    unless `raw` is set. `normalise` scales every vector to length 1. An unreadable image has no row and is listed in
-    the result. Memory does not grow with the number of images.
+    unless `raw` is set. `normalise` scales every vector to length 1. `dtype` is that of the file; arrays are float32.
+    `overrides` and `keys` are those of `load`.
     """
-    target = check_output(output, overwrite=overwrite)
-    bundle = ready_bundle(bundle)
-    chosen = choose_images(data, split, record=recorded_split(bundle.origin))
-    request, how = (
+    target = None if output is None else check_output(output, overwrite=overwrite)
+    check_dtype(dtype)
+    how = ComputeOptions(device, precision, batch, workers, on_stage(on_progress, "embedding"))
+    place = how.check()  # before anything is read
+    bundle, request = (
+        ready_bundle(bundle, overrides=overrides, keys=keys),
         FeatureRequest(tokens, layer, normalise, raw),
-        ComputeOptions(device, precision, batch, workers, on_progress),
     )
+    request.check(bundle.model.config)
+    record = recorded_split(bundle.origin)
+    chosen = choose_images(data, split, record=record, on_progress=on_stage(on_progress, "listing"))
+    if on_plan is not None:
+        on_plan(feature_plan(bundle.model.to(place), precision))
+    if target is None:
+        bundle.announce()
+        return gather(bundle, chosen.source, request, how)
     return embed_source(bundle, chosen.source, target, request, how, dtype=dtype, overwrite=overwrite)
 
 

@@ -11,18 +11,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitrail.acceleration.casting import cast_once
-from vitrail.acceleration.cuda.encoder import EncoderPrecision
-from vitrail.acceleration.cuda.model import FastModel
+from vitrail.acceleration.cuda.inference.encoder import EncoderPrecision
+from vitrail.acceleration.cuda.inference.model import FastModel
 from vitrail.acceleration.planner import plan_of
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.batches import BadImage, Evaluation, evaluation_batches
 from vitrail.data.sources.source import Source
 from vitrail.errors import ConfigError, DataError, suggest
-from vitrail.evaluation import check_finite, eval_mode
+from vitrail.evaluation import check_finite
 from vitrail.models.checks import read_layer
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
-from vitrail.runtime import Precision, autocast, choose_device
+from vitrail.runtime import Precision, autocast, choose_device, eval_mode
 
 FeatureKind = Literal["pooled", "class", "patches", "registers"]
 FEATURE_KINDS: tuple[FeatureKind, ...] = get_args(FeatureKind)

@@ -36,6 +36,7 @@ from vitrail.inference.writing import (
 )
 from vitrail.io import full_disk_hint, read_json, try_lock
 from vitrail.runtime import Precision
+from vitrail.tasks.task import RowFormat
 from vitrail.text import printable_path
 
 _DESCRIPTIONS = {
@@ -79,7 +80,12 @@ def digest_places(places: Sequence[str], null: bool) -> str:
 
 def digest_model(bundle: Bundle) -> str:
     """Return a digest of a model: equal digests give equal predictions."""
-    words = [bundle.model.config.model_dump_json(), bundle.preprocess.model_dump_json(), json.dumps(bundle.classes)]
+    words = [
+        bundle.model.config.model_dump_json(),
+        bundle.preprocess.model_dump_json(),
+        json.dumps(bundle.classes),
+        bundle.task,
+    ]
     digest = hashlib.sha256("\0".join(words).encode())
     for name, tensor in bundle.model.state_dict().items():
         digest.update(name.encode())
@@ -129,17 +135,16 @@ def earlier_job(target: Path) -> Job | None:
 class Output(Sink):
     """The file that rows are appended to. With `resume`, existing rows are kept."""
 
-    def __init__(self, target: Path, job: Job, *, resume: bool, overwrite: bool) -> None:
+    def __init__(self, target: Path, job: Job, rows: RowFormat, *, resume: bool, overwrite: bool) -> None:
         super().__init__()
         self.target, self.job, self.overwrite = target, job, overwrite
         self.lines: Format = "jsonl" if job.format == "parquet" else job.format
-        self.writer = open_writer(job.format, job.top)
+        self.rows, self.writer = rows, open_writer(job.format, rows, job.top)
         before = earlier_job(target) if resume else None
         if before is not None and (differences := before.differences(job)):
             raise DataError(
                 f"{printable_path(os.fspath(target))} was started with {' and '.join(differences)}; use the same "
-                "settings, or "
-                f"restart with --overwrite"
+                "settings, or restart with --overwrite"
             )
         self._fresh = before is None
 
@@ -174,8 +179,7 @@ class Output(Sink):
             _rows_file(self.target, "parquet").unlink()  # just created by us
         raise DataError(
             f"{printable_path(os.fspath(self.target))} was written by another process in the meantime; rerun the "
-            "command to "
-            f"resume from there"
+            "command to resume from there"
         )
 
     def _start(self) -> None:
@@ -215,8 +219,7 @@ class Output(Sink):
                 actual = "nothing" if item is None else printable_path(item.name)
                 raise DataError(
                     f"row {self.done + 1} of {printable_path(os.fspath(self.target))} is {printable_path(path)}, "
-                    "but would now be "
-                    f"{actual}: the images have changed; restart with --overwrite"
+                    f"but would now be {actual}: the images have changed; restart with --overwrite"
                 )
             self.count(path, error)
             end = after
@@ -234,7 +237,7 @@ class Output(Sink):
             if self.job.format == "parquet":
                 temporary = self.target.with_name(f".{self.target.name}.part")
                 with self._reader() as reader:
-                    write_parquet(reader, temporary)
+                    write_parquet(reader, temporary, self.rows.types)
                 temporary.replace(self.target)
             else:
                 os.fsync(self.file.fileno())

@@ -30,18 +30,18 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, DataError, VitrailError
 from vitrail.inference.classifier import (
     BATCH,
-    Classifier,
-    Prediction,
+    Predictor,
     check_counts,
-    check_head,
     check_precision,
 )
 from vitrail.inference.completed import count_finished
 from vitrail.inference.jobs import Job, Output, check_target, digest_model, digest_places, earlier_job, is_finished
 from vitrail.inference.listing import is_plain_file, list_items, nothing_listed, read_stdin
+from vitrail.inference.plans import engine_plan
 from vitrail.inference.skipped import SkippedFiles
 from vitrail.inference.writing import Format, PredictionRow, Sink, TerminalWriter, choose_format
-from vitrail.runtime import Precision, choose_device
+from vitrail.runtime import OnPlan, Precision, choose_device
+from vitrail.tasks.lookup import task_of
 from vitrail.text import printable_path
 
 SAMPLE = 64
@@ -98,7 +98,7 @@ class Summary(NamedTuple):
 
 
 def predict_items(
-    classifier: Classifier,
+    predictor: Predictor[Any],
     items: Iterator[Item],
     *,
     top: int = 5,
@@ -108,23 +108,23 @@ def predict_items(
 ) -> Iterator[list[PredictionRow]]:
     """Yield the rows of images, in order, batch by batch, numbered from `first`."""
     check_counts(top, batch)
-    cpu_threads = classifier.engine.cpu_threads if isinstance(classifier.engine, TorchEngine) else None
+    cpu_threads = predictor.engine.cpu_threads if isinstance(predictor.engine, TorchEngine) else None
     if workers is None and cpu_threads is not None and cpu_threads.one_core_each:
-        made = _in_threads(classifier, cpu_threads, items, top, batch)
+        made = _in_threads(predictor, cpu_threads, items, top, batch)
     else:
-        made = _in_workers(classifier, items, top, batch, workers)
+        made = _in_workers(predictor, items, top, batch, workers)
     for rows in made:
         yield [row._replace(number=number) for number, row in enumerate(rows, start=first)]
         first += len(rows)
 
 
 def _in_threads(
-    classifier: Classifier, cpu_threads: CpuThreads, items: Iterator[Item], top: int, batch: int
+    predictor: Predictor[Any], cpu_threads: CpuThreads, items: Iterator[Item], top: int, batch: int
 ) -> Iterator[list[PredictionRow]]:
-    decoding = Decoding(classifier.preprocess)
+    decoding = Decoding(predictor.preprocess)
 
     def work(some: list[Item]) -> list[PredictionRow]:
-        return _rows(classifier, decoding[some], top)
+        return _rows(predictor, decoding[some], top)
 
     results = cpu_threads.each(work, _batches(items, min(batch, LARGEST)))
     with closing(results):  # stop computing when the caller stops iterating
@@ -134,15 +134,15 @@ def _in_threads(
 
 
 def _in_workers(
-    classifier: Classifier, items: Iterator[Item], top: int, batch: int, workers: int | None
+    predictor: Predictor[Any], items: Iterator[Item], top: int, batch: int, workers: int | None
 ) -> Iterator[list[PredictionRow]]:
     batches = _batches(items, batch)
     first = list(islice(batches, 1))
     if workers is None:  # for a few images, starting processes takes longer than decoding
         workers = default_workers() if first and len(first[0]) == batch else 0
-    pin = classifier.device.type == "cuda" and workers > 0
-    for decoded in prefetch(Decoding(classifier.preprocess), chain(first, batches), workers=workers, pin=pin):
-        yield _rows(classifier, decoded, top)
+    pin = predictor.device.type == "cuda" and workers > 0
+    for decoded in prefetch(Decoding(predictor.preprocess), chain(first, batches), workers=workers, pin=pin):
+        yield _rows(predictor, decoded, top)
 
 
 def _batches(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
@@ -150,13 +150,13 @@ def _batches(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
         yield some
 
 
-def _rows(classifier: Classifier, decoded: Decoded, top: int) -> list[PredictionRow]:
+def _rows(predictor: Predictor[Any], decoded: Decoded, top: int) -> list[PredictionRow]:
     readable = [name for name, error in zip(decoded.names, decoded.errors, strict=True) if error is None]
-    predictions = iter(classifier.predict_pixels(decoded.pixels, top, lambda index: printable_path(readable[index])))
+    predictions = iter(predictor.predict_pixels(decoded.pixels, top, lambda index: printable_path(readable[index])))
     rows = []
     for name, error in zip(decoded.names, decoded.errors, strict=True):
-        prediction = next(predictions) if error is None else Prediction(error=error)
-        rows.append(PredictionRow(0, name, prediction.error, prediction.names, prediction.probabilities))
+        prediction = next(predictions) if error is None else predictor.task.unread(error)
+        rows.append(PredictionRow(0, name, prediction))
     return rows
 
 
@@ -175,9 +175,11 @@ def predict_files(
     null: bool = False,
     resume: bool = False,
     overwrite: bool = False,
+    sink: Sink | None = None,
     on_progress: Callable[[int, int | None], None] | None = None,
+    on_plan: OnPlan | None = None,
 ) -> Summary:
-    """Predict the images at the given places and write one row per image, to a file or to stdout.
+    """Predict the images at the given places and write one row per image, to a file, to `sink`, or to stdout.
 
     An unreadable image becomes a row with an error; if all images are unreadable, `DataError` is raised at the end.
     `on_progress` is called with the number of rows, and the total if known. With `resume`, a finished job stays as it
@@ -201,29 +203,31 @@ def predict_files(
         _check_readable(finished)
         return Summary(finished.done, finished.bad, finished.done, 0.0, precision, skipped)
     opened = ready_bundle(bundle)
-    top = min(top, check_head(opened))
+    task = task_of(opened)
+    top = min(top, opened.model.config.classes)
     before = earlier_job(output) if output is not None and resume else None
     resolved: Precision | Engine
     why = None
     if before is not None and before.precision == precision:
         resolved = computed = before.computed
     else:
-        resolved, items, why = _resolve_precision(precision, opened, engine, choose_device(device), items)
+        resolved, items, why = resolve_precision(precision, opened, engine, choose_device(device), items)
         computed = resolved if isinstance(resolved, str) else resolved.precision
     if output is None:
-        sink: Sink = TerminalWriter(chosen, top)
+        sink = TerminalWriter(chosen, task.rows, top) if sink is None else sink
     else:
         images, model = digest_places(places, null), digest_model(opened)
-        sink = Output(
-            output, Job(images, model, top, engine, precision, chosen, computed), resume=resume, overwrite=overwrite
-        )
+        job = Job(images, model, top, engine, precision, chosen, computed)
+        sink = Output(output, job, task.rows, resume=resume, overwrite=overwrite)
     ready = engine if isinstance(resolved, str) else resolved
-    classifier = Classifier(opened, engine=ready, precision=computed, device=device)
+    predictor: Predictor[Any] = Predictor(opened, engine=ready, precision=computed, device=device)
     total = len(places) if all(map(is_plain_file, places)) else None
     with sink:
         items = sink.skip_done(items)
+        if on_plan is not None:
+            on_plan(engine_plan(opened.model, predictor.engine))
         earlier, started = sink.done, time.monotonic()
-        for rows in predict_items(classifier, items, top=top, batch=batch, workers=workers, first=earlier + 1):
+        for rows in predict_items(predictor, items, top=top, batch=batch, workers=workers, first=earlier + 1):
             sink.write(rows)
             if on_progress is not None:
                 on_progress(sink.done, total)
@@ -249,7 +253,7 @@ def _check_readable(sink: Sink) -> None:
     raise DataError(f"none of the {sink.done:,} images can be read; the first, {printable_path(path)}: {error}")
 
 
-def _resolve_precision(
+def resolve_precision(
     precision: str, bundle: Bundle, kind: str, device: torch.device, items: Iterator[Item]
 ) -> tuple[Precision | Engine, Iterator[Item], str | None]:
     """Choose the precision on the first images; return it, all images, and the reason."""

@@ -23,7 +23,7 @@ from vitrail.errors import ConfigError, DataError, suggest
 from vitrail.inference.features import DEFAULT_COMPUTE, ComputeOptions, FeatureRequest, Features, gather
 from vitrail.inference.protocols import check_k, choose_linear, draw_examples, fit_least_squares, vote
 from vitrail.metrics.intervals import Interval, wilson_interval
-from vitrail.runtime import Precision, choose_device
+from vitrail.runtime import OnProgress, Precision, choose_device, on_stage
 from vitrail.text import printable_path
 
 Method = Literal["fewshot", "knn", "linear"]
@@ -154,17 +154,25 @@ def probe(
     workers: int | None = None,
     device: str = "auto",
     precision: Precision = "float32",
+    overrides: Mapping[str, Any] | None = None,
+    keys: str | Path | None = None,
+    on_progress: OnProgress | None = None,
 ) -> ProbeResult:
     """Evaluate a model's frozen features: few-shot least squares, nearest neighbours, and a linear probe.
 
     The training split provides the examples, the validation split selects the linear probe's regularisation, the test
     split gives the accuracy. Features are the input of the head, or what it would be if the model ended after `layer`.
+    `overrides` and `keys` are those of `load`.
     """
     plan = ProbePlan(tuple(only), _tuple(shots), seeds, _tuple(k), split)
-    bundle = ready_bundle(bundle)
-    splits = open_splits(data, plan, recorded_split(bundle.origin))
-    collected = collect(bundle, splits, plan, ComputeOptions(device, precision, batch, workers), layer=layer)
-    return evaluate_features(collected, plan, device=device)
+    how = ComputeOptions(device, precision, batch, workers, on_stage(on_progress, "features"))
+    how.check()  # before anything is read
+    bundle = ready_bundle(bundle, overrides=overrides, keys=keys)
+    FeatureRequest(layer=layer).check(bundle.model.config)
+    record = recorded_split(bundle.origin)
+    splits = open_splits(data, plan, record, on_progress=on_stage(on_progress, "listing"))
+    collected = collect(bundle, splits, plan, how, layer=layer)
+    return evaluate_features(collected, plan, device=device, on_progress=on_stage(on_progress, "fitting"))
 
 
 def open_splits(

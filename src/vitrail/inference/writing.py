@@ -3,8 +3,9 @@
     number         counted from 1
     path           as passed in; for a file in a tar, the tar's path and the path inside
     error          why the image has no prediction, or empty
-    classes        the most likely classes, in order of probability
+    classes        of a classifier: the most likely classes, in order of probability
     probabilities  their probabilities
+                   other tasks have other fields: `RowFormat.types`
 
 A path may contain any bytes. In JSON a byte that is not UTF-8 is written `\\udcXX`, which Python decodes to a str that
 `open` accepts; in CSV it is the byte itself; in Parquet, whose strings cannot hold it, the four characters `\\xXX`.
@@ -15,7 +16,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, Protocol, Self, get_args
 
@@ -23,7 +24,8 @@ from vitrail.data.inputs import Item
 from vitrail.data.sources.parquet import import_pyarrow
 from vitrail.errors import ConfigError, suggest
 from vitrail.io import writing_to_stdout
-from vitrail.text import percent, printable, printable_path
+from vitrail.tasks.task import FieldType, Prediction, RowFormat
+from vitrail.text import printable, printable_path
 
 Format = Literal["table", "jsonl", "csv", "parquet"]
 SUFFIXES: dict[str, Format] = {
@@ -43,9 +45,7 @@ class PredictionRow(NamedTuple):
 
     number: int
     path: bytes
-    error: str | None
-    classes: tuple[str, ...]
-    probabilities: tuple[float, ...]
+    prediction: Prediction
 
 
 class Writer(Protocol):
@@ -81,13 +81,13 @@ def choose_format(requested: str | None, output: Path | None, *, interactive: bo
     return SUFFIXES[output.suffix.lower()]
 
 
-def open_writer(format: Format, top: int) -> Writer:
-    """Return the writer of a format for `top` classes; rows for Parquet are kept as JSONL until the end."""
+def open_writer(format: Format, rows: RowFormat, top: int) -> Writer:
+    """Return the writer of a format for rows with `top` values; rows for Parquet are kept as JSONL until the end."""
     match format:
         case "csv":
-            return Csv(top)
+            return Csv(rows, top)
         case "table":
-            return Table()
+            return Table(rows)
         case _:
             return Jsonl()
 
@@ -102,15 +102,26 @@ class Jsonl:
     def encode(self, rows: Iterable[PredictionRow]) -> bytes:
         """Return one line per row."""
         # Python decodes a byte that is not UTF-8 to a lone surrogate, which is written as a JSON escape.
-        lines = (json.dumps(row._replace(path=os.fsdecode(row.path))._asdict(), ensure_ascii=False) for row in rows)  # type: ignore[arg-type]
+        lines = (
+            json.dumps(
+                {
+                    "number": row.number,
+                    "path": os.fsdecode(row.path),
+                    "error": row.prediction.error,
+                    **row.prediction.fields(),
+                },
+                ensure_ascii=False,
+            )
+            for row in rows
+        )
         return "".join(line + "\n" for line in lines).encode("utf-8", "backslashreplace")
 
 
 class Csv:
-    """Comma-separated values, with two columns for each of the top classes."""
+    """Comma-separated values, in the columns of the task."""
 
-    def __init__(self, top: int) -> None:
-        self.top = top
+    def __init__(self, rows: RowFormat, top: int) -> None:
+        self.rows, self.top = rows, top
         self._lines: list[str] = []
         # With \\r\\n as line end the writer quotes both characters; the lines themselves end in \\n.
         self._writer = csv.writer(self, lineterminator="\r\n")
@@ -121,17 +132,14 @@ class Csv:
 
     def header(self) -> bytes:
         """Return the column names."""
-        places = range(1, self.top + 1)
-        columns = [column for place in places for column in (f"class_{place}", f"probability_{place}")]
-        self._writer.writerow(["number", "path", "error", *columns])
+        self._writer.writerow(["number", "path", "error", *self.rows.csv_header(self.top)])
         return self._flush()
 
     def encode(self, rows: Iterable[PredictionRow]) -> bytes:
         """Return one line per row, or several if a path has line breaks."""
         for row in rows:
-            pairs = [cell for pair in zip(row.classes, row.probabilities, strict=True) for cell in pair]
-            empty = [""] * (2 * self.top - len(pairs))
-            self._writer.writerow([row.number, os.fsdecode(row.path), row.error or "", *pairs, *empty])
+            cells = self.rows.csv_cells(row.prediction.fields(), self.top)
+            self._writer.writerow([row.number, os.fsdecode(row.path), row.prediction.error or "", *cells])
         return self._flush()
 
     def _flush(self) -> bytes:
@@ -143,7 +151,8 @@ class Csv:
 class Table:
     """One line per image, for people; the first rows determine the column widths."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: RowFormat) -> None:
+        self.rows = rows
         self._widths: list[int] = []
 
     def header(self) -> bytes:
@@ -152,24 +161,20 @@ class Table:
 
     def encode(self, rows: Iterable[PredictionRow]) -> bytes:
         """Return one line per row, preceded by the column names the first time."""
-        lines = [_cells(row) for row in rows]
+        lines = [self._cells(row) for row in rows]
         if not lines:
             return b""
         if not self._widths:
-            lines.insert(0, ("image", "class", "confidence", "then"))
+            lines.insert(0, ("image", *self.rows.title))
             self._widths = [min(LONGEST, max(len(line[column]) for line in lines)) for column in range(3)]
         wide = self._widths
         text = "".join(f"{a:<{wide[0]}}  {b:<{wide[1]}}  {c:>{wide[2]}}  {d}".rstrip() + "\n" for a, b, c, d in lines)
         return text.encode("utf-8", "replace")
 
-
-def _cells(row: PredictionRow) -> tuple[str, str, str, str]:
-    if row.error is not None:
-        return printable_path(row.path), "–", "–", printable(row.error, line=True)
-    percentages = [f"{percent(p)}%" for p in row.probabilities]
-    names = [printable(name, line=True) for name in row.classes]  # also in a file: a table is for people
-    others = ", ".join(f"{name} {value}" for name, value in zip(names[1:], percentages[1:], strict=True))
-    return printable_path(row.path), names[0], percentages[0], others
+    def _cells(self, row: PredictionRow) -> tuple[str, str, str, str]:
+        if row.prediction.error is not None:
+            return printable_path(row.path), "–", "–", printable(row.prediction.error, line=True)
+        return printable_path(row.path), *self.rows.table_cells(row.prediction.fields())
 
 
 class Sink:
@@ -193,7 +198,7 @@ class Sink:
     def write(self, rows: Sequence[PredictionRow]) -> None:
         """Write rows."""
         for row in rows:
-            self.count(row.path, row.error)
+            self.count(row.path, row.prediction.error)
 
     def finish(self) -> None:
         """Called after the last row."""
@@ -209,9 +214,9 @@ class Sink:
 class TerminalWriter(Sink):
     """Standard output."""
 
-    def __init__(self, format: Format, top: int) -> None:
+    def __init__(self, format: Format, rows: RowFormat, top: int) -> None:
         super().__init__()
-        self.writer = open_writer(format, top)
+        self.writer = open_writer(format, rows, top)
 
     def __enter__(self) -> Self:
         self._put(self.writer.header())
@@ -264,16 +269,21 @@ def parquet_path(path: bytes) -> bytes:
     return path.decode("utf-8", "backslashreplace").encode()
 
 
-def write_parquet(lines: Iterable[bytes], target: Path) -> None:
-    """Write a Parquet file from JSON lines, one row group at a time."""
+def write_parquet(lines: Iterable[bytes], target: Path, types: Mapping[str, FieldType]) -> None:
+    """Write a Parquet file from JSON lines, one row group at a time; `types` are those of the task's fields."""
     arrow: Any = import_pyarrow(os.fspath(target))
+    made = {
+        "string": arrow.string(),
+        "float": arrow.float32(),
+        "strings": arrow.list_(arrow.string()),
+        "floats": arrow.list_(arrow.float32()),
+    }
     schema = arrow.schema(
         [
             ("number", arrow.int64()),
             ("path", arrow.string()),
             ("error", arrow.string()),
-            ("classes", arrow.list_(arrow.string())),
-            ("probabilities", arrow.list_(arrow.float32())),
+            *((name, made[kind]) for name, kind in types.items()),
         ]
     )
     with arrow.parquet.ParquetWriter(target, schema) as writer:

@@ -13,7 +13,6 @@ from vitrail.errors import VitrailError
 from vitrail.explanations.explain import Explainer, as_image
 from vitrail.explanations.explanation import enlarged
 from vitrail.explanations.request import ExplanationRequest
-from vitrail.metrics.classification import most_confused
 from vitrail.metrics.intervals import wilson_interval
 from vitrail.reports.page import (
     WIDTH,
@@ -30,7 +29,8 @@ from vitrail.reports.page import (
     table,
 )
 from vitrail.reports.run_artifacts import SIDE, RunArtifacts
-from vitrail.reports.run_record import Mistake, Record, RunResult
+from vitrail.reports.run_record import Record
+from vitrail.tasks.classification_metrics import ClassificationMetrics, Mistake
 from vitrail.text import as_percent, plural, shorten, shorten_path
 
 EXTREMES = 8
@@ -45,15 +45,20 @@ HIGH = 0.8
 """Predictions with at least this confidence count as confident."""
 
 
+def classified(run: Record) -> ClassificationMetrics | None:
+    """Return the result of a classifier; None if there is none."""
+    return run.result if isinstance(run.result, ClassificationMetrics) else None
+
+
 # ── classes ──
 
 
 def classes(run: Record) -> Section:
     """Return the per-class section: lowest and highest recall, and a table of all classes."""
     title = "Per-class metrics"
-    if run.result is None:
+    result = classified(run)
+    if result is None:
         return Section("classes", "Classes", title, absent(run.why_no_result))
-    result = run.result
     shown = result.weakest_first
     intro = paragraph(
         "Recall is the fraction of a class's images that are predicted correctly; precision, the fraction of its "
@@ -64,7 +69,7 @@ def classes(run: Record) -> Section:
     return Section("classes", "Classes", title, intro + bars + _table(result))
 
 
-def _extremes(result: RunResult) -> str:
+def _extremes(result: ClassificationMetrics) -> str:
     order = result.weakest_first
     most = min(EXTREMES, len(order) // 2)
     lowest = [row for row in order[:most] if row.recall != 1]
@@ -84,7 +89,7 @@ def _extremes(result: RunResult) -> str:
     return f'<div class="pair">{"".join(map(chart, drawn))}</div>'
 
 
-def _table(result: RunResult) -> str:
+def _table(result: ClassificationMetrics) -> str:
     numbered = len(result.classes) > NAMED  # then the matrix labels classes by number
     columns = [
         Column("Class"),
@@ -96,7 +101,7 @@ def _table(result: RunResult) -> str:
         Column("F1", number=True),
         Column("Most often confused with"),
     ]
-    matrix, rows = np.array(result.confusion, np.int64), []
+    matrix, rows = result.confusion, []
     for place, row in enumerate(result.per_class):
         interval = _recall_interval(matrix, place)
         rows.append(
@@ -123,7 +128,7 @@ def _recall_interval(matrix: NDArray[np.int64], place: int) -> tuple[float, floa
     return wilson_interval(int(matrix[place, place]), count) if count else None
 
 
-def _most_confused_with(result: RunResult, matrix: NDArray[np.int64], place: int) -> str:
+def _most_confused_with(result: ClassificationMetrics, matrix: NDArray[np.int64], place: int) -> str:
     others = matrix[place].copy()
     others[place] = 0
     if not others.any():
@@ -138,10 +143,10 @@ def _most_confused_with(result: RunResult, matrix: NDArray[np.int64], place: int
 def confusion(run: Record) -> Section:
     """Return the confusion matrix and the most frequent confusions."""
     title = "Confusion matrix"
-    if run.result is None:
+    result = classified(run)
+    if result is None:
         return Section("confusion", "Confusions", title, absent(run.why_no_result))
-    result = run.result
-    matrix = np.array(result.confusion, np.int64)
+    matrix = result.confusion
     shares = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
     count = len(result.classes)
     drawn = heat_map(
@@ -163,8 +168,8 @@ def confusion(run: Record) -> Section:
     return Section("confusion", "Confusions", title, chart(drawn, caption, wide=True) + pairs)
 
 
-def _pairs(result: RunResult, matrix: NDArray[np.int64]) -> str:
-    pairs = most_confused(matrix, PAIRS)
+def _pairs(result: ClassificationMetrics, matrix: NDArray[np.int64]) -> str:
+    pairs = result.most_confused(PAIRS)
     if not pairs:
         return paragraph("No class is confused with another: every prediction is correct.")
     rows = [
@@ -191,9 +196,9 @@ def _pairs(result: RunResult, matrix: NDArray[np.int64]) -> str:
 def calibration(run: Record) -> Section:
     """Return the reliability diagram with a summary."""
     title = "Calibration"
-    if run.result is None:
+    result = classified(run)
+    if result is None:
         return Section("calibration", "Calibration", title, absent(run.why_no_result))
-    result = run.result
     bins = [Bin(row.low, row.high, row.images, row.confidence, row.accuracy) for row in result.reliability]
     drawn = reliability_diagram(bins, width=WIDTH, height=WIDTH - 100, standalone=False)
     confidence = sum(row.images * (row.confidence or 0) for row in result.reliability) / result.images
@@ -234,7 +239,7 @@ class ImageViews(NamedTuple):
 
 def mistakes(artifacts: RunArtifacts) -> Section:
     """Return the most confident mistakes with their images."""
-    result = artifacts.run.result
+    result = classified(artifacts.run)
     if result is None:
         return Section("mistakes", "Mistakes", "Mistakes", absent(artifacts.run.why_no_result))
     if not result.worst:

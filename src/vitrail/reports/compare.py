@@ -1,10 +1,10 @@
 """The comparison of two runs."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from vitrail.charts.svg import escape
 from vitrail.metrics.intervals import Paired
+from vitrail.reports.classes import classified
 from vitrail.reports.curves import curves_of_two
 from vitrail.reports.model import command
 from vitrail.reports.page import (
@@ -12,31 +12,22 @@ from vitrail.reports.page import (
     Column,
     Section,
     absent,
-    loss_span,
     name,
     page,
     paragraph,
     points,
-    span,
     table,
     warnings,
 )
 from vitrail.reports.run_artifacts import PairedPredictions, disagreements, evaluated_on_same_images, paired_predictions
-from vitrail.reports.run_record import Record, RunResult, settings
-from vitrail.text import as_percent, plural, shorten
+from vitrail.reports.run_record import Record, settings
+from vitrail.tasks.classification_metrics import ClassificationMetrics
+from vitrail.tasks.lookup import CLASSIFICATION
+from vitrail.tasks.metrics import Metric, Metrics
+from vitrail.text import as_percent, capitalised, plural, shorten
 
 SIGNIFICANCE = 0.05
 """A difference with a p-value below this is called significant."""
-
-
-class ComparisonRow(NamedTuple):
-    """A metric of two runs."""
-
-    name: str
-    values: tuple[float | None, float | None]
-    spans: tuple[str, str] = ("", "")
-    lower_is_better: bool = False
-    is_loss: bool = False
 
 
 def compare(one: Record, other: Record, unreadable: Sequence[str] = ()) -> str:
@@ -44,12 +35,13 @@ def compare(one: Record, other: Record, unreadable: Sequence[str] = ()) -> str:
     names = (f"A: {shorten(one.name, 28)}", f"B: {shorten(other.name, 28)}")
     both, why_not = paired_predictions(one, other)
     alike = both is not None or evaluated_on_same_images(one, other)
+    classifiers = one.task is CLASSIFICATION and other.task is CLASSIFICATION
     sections = [
         _numbers(one, other, names, alike=alike),
-        _pairs(one, both, why_not),
+        *([_pairs(one, both, why_not)] if classifiers else []),
         _settings(one, other, names),
         curves_of_two(one, other, names),
-        _classes(one, other, alike=alike),
+        *([_classes(one, other, alike=alike)] if classifiers else []),
         _reproduce(one, other, names),
     ]
     head = _head(one, other, both, alike=alike) + warnings(unreadable)
@@ -63,30 +55,42 @@ def _head(one: Record, other: Record, both: PairedPredictions | None, *, alike: 
     if a is None or b is None:
         why = " ".join(f"{run.name}: {run.why_no_result}" for run in (one, other) if run.result is None)
         return f'{above}<h1>The runs do not both have a result yet</h1><p class="lead">{escape(why)}</p>'
-    accuracies = f"{as_percent(a.top1)} vs. {as_percent(b.top1)}"
+    values = f"{a.headline.text} vs. {b.headline.text}"
     if not alike:
-        title = f"Different test images: A {as_percent(a.top1)}, B {as_percent(b.top1)}"
+        title = f"Different test images: A {a.headline.text}, B {b.headline.text}"
         lead = _different(a, b)
     elif both is not None:
-        title = f"{_which(both.paired)}: {accuracies}"
+        title = f"{_which(both.paired)}: {values}"
         lead = _statement(both.paired)
     else:
-        apart = a.top1_interval[1] < b.top1_interval[0] or b.top1_interval[1] < a.top1_interval[0]
-        better = "B" if b.top1 > a.top1 else "A"
-        title = f"{better} is better: {accuracies}" if apart else f"No clear difference: {accuracies}"
-        lead = "Their 95% confidence intervals do not overlap." if apart else "Their 95% confidence intervals overlap."
+        better, lead = _by_intervals(a.headline, b.headline)
+        title = f"{better}: {values}"
     return f'{above}<h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p>'
 
 
-def _different(a: RunResult, b: RunResult) -> str:
+def _by_intervals(a: Metric, b: Metric) -> tuple[str, str]:
+    """Compare two metrics by their intervals, where they cannot be compared image by image."""
+    if a.interval is None or b.interval is None or a.value is None or b.value is None:
+        return "No clear difference", f"The {a.name} has no confidence interval."
+    if a.interval[1] >= b.interval[0] and b.interval[1] >= a.interval[0]:
+        return "No clear difference", "Their 95% confidence intervals overlap."
+    better = "B" if (b.value > a.value) != a.lower_is_better else "A"
+    return f"{better} is better", "Their 95% confidence intervals do not overlap."
+
+
+def _different(a: Metrics, b: Metrics) -> str:
     """Explain that two results cannot be compared, and how to make them comparable."""
-    on_a, on_b = (
-        f"{plural(result.images, 'image')} of {plural(len(result.classes), 'class', 'classes')}" for result in (a, b)
-    )
+    on_a, on_b = (f"{plural(result.images, 'image')}{_of_classes(result)}" for result in (a, b))
     return (
         f"A was evaluated on {on_a} and B on {on_b}, and these are not the same images, so the numbers do not show "
         "which model is better. Evaluate both on the same images (vitrail eval) to compare them."
     )
+
+
+def _of_classes(result: Metrics) -> str:
+    if not isinstance(result, ClassificationMetrics):
+        return ""
+    return f" of {plural(len(result.classes), 'class', 'classes')}"
 
 
 def _which(result: Paired) -> str:
@@ -111,7 +115,7 @@ def _numbers(one: Record, other: Record, names: tuple[str, str], *, alike: bool)
     if a is None or b is None:
         return Section("result", "Metrics", title, absent("A run without a result has no numbers to compare."))
     columns = [Column(""), *(Column(name, number=True) for name in names)]
-    rows = [_number_row(row) for row in _rows(a, b)]
+    rows = [_number_row(*pair) for pair in _rows(a, b)]
     notes = "" if alike else paragraph(_different(a, b), "warn")
     if alike:
         columns.append(Column("B − A", number=True))
@@ -120,37 +124,26 @@ def _numbers(one: Record, other: Record, names: tuple[str, str], *, alike: bool)
     return Section("result", "Metrics", title, notes + table(columns, rows, caption=title, sortable=False))
 
 
-def _rows(a: RunResult, b: RunResult) -> list[ComparisonRow]:
-    losses = (loss_span(a.loss_interval), loss_span(b.loss_interval))
-    balanced = (span(a.balanced_accuracy_interval), span(b.balanced_accuracy_interval))
-    return [
-        ComparisonRow("Accuracy", (a.top1, b.top1), (span(a.top1_interval), span(b.top1_interval))),
-        ComparisonRow("Top-5 accuracy", (a.top5, b.top5), (_span(a.top5_interval), _span(b.top5_interval))),
-        ComparisonRow("Macro F1", (a.macro_f1, b.macro_f1), (span(a.macro_f1_interval), span(b.macro_f1_interval))),
-        ComparisonRow("Balanced accuracy", (a.balanced_accuracy, b.balanced_accuracy), balanced),
-        ComparisonRow("Majority-class baseline", (a.baselines.majority, b.baselines.majority)),
-        ComparisonRow("Log loss", (a.loss, b.loss), losses, lower_is_better=True, is_loss=True),
-        ComparisonRow("Calibration error", (a.ece, b.ece), lower_is_better=True),
-    ]
+def _rows(a: Metrics, b: Metrics) -> list[tuple[Metric, Metric]]:
+    """Return the metrics that both runs have."""
+    others = {metric.name: metric for metric in b.numbers}
+    return [(metric, others[metric.name]) for metric in a.numbers if metric.name in others]
 
 
-def _span(interval: tuple[float, float] | None) -> str:
-    return "" if interval is None else span(interval)
-
-
-def _number_row(row: ComparisonRow) -> list[Cell]:
-    def cell(value: float | None, interval: str) -> Cell:
-        number = "–" if value is None else f"{value:.3f}" if row.is_loss else as_percent(value)
-        return Cell(f'{number}<br><span class="quiet small">{interval}</span>' if interval else number)
-
-    first, second = row.values
+def _number_row(first: Metric, second: Metric) -> list[Cell]:
     difference = Cell("–")
-    if first is not None and second is not None:
-        apart = second - first
-        sign = "" if abs(apart) < 5e-4 else "up" if (apart < 0) == row.lower_is_better else "down"
-        shown = f"{apart:+.3f}".replace("-", "\N{MINUS SIGN}") if row.is_loss else points(apart)
+    if first.value is not None and second.value is not None:
+        apart = second.value - first.value
+        sign = "" if abs(apart) < 5e-4 else "up" if (apart < 0) == first.lower_is_better else "down"
+        shown = points(apart) if first.unit == "percent" else f"{apart:+.3f}".replace("-", "\N{MINUS SIGN}")
         difference = Cell(f'<span class="{sign}">{shown}</span>' if sign else shown)
-    return [Cell(row.name), cell(first, row.spans[0]), cell(second, row.spans[1]), difference]
+    return [Cell(capitalised(first.name)), _value(first), _value(second), difference]
+
+
+def _value(metric: Metric) -> Cell:
+    unit = "%" if metric.unit == "percent" else ""
+    interval = f'<br><span class="quiet small">{metric.span}{unit}</span>' if metric.span else ""
+    return Cell(f"{metric.text}{interval}")
 
 
 def _pairs(one: Record, both: PairedPredictions | None, why_not: str) -> Section:
@@ -206,7 +199,7 @@ def _setting(settings: dict[str, object], name: str) -> Cell:
 
 def _classes(one: Record, other: Record, *, alike: bool) -> Section:
     title = "Classes that changed most"
-    a, b = one.result, other.result
+    a, b = classified(one), classified(other)
     if not alike:
         return Section("classes", "Classes", title, absent("Classes are compared only on the same images."))
     if a is None or b is None:

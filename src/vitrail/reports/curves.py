@@ -5,15 +5,17 @@ import math
 from vitrail.charts.lines import Series
 from vitrail.reports.page import Section, absent, chart
 from vitrail.reports.run_record import Record
+from vitrail.tasks.classification_metrics import ClassificationMetrics
+from vitrail.tasks.objective import only_in_training
+from vitrail.text import capitalised
 from vitrail.training.curves import curve, curve_charts, line, over_steps, sparse, wide
-from vitrail.training.objectives import only_in_training
 
 
 def curves(run: Record) -> Section:
     """Return loss, accuracy, learning rate and gradient norm over the steps."""
     if not run.rows:
         return _section(absent("metrics.jsonl has no steps, so the curves are missing."))
-    loss, *others = curve_charts(run.rows)
+    loss, *others = curve_charts(run.rows, run.task)
     return _section(chart(loss, loss_note(run)), *(chart(one) for one in others))
 
 
@@ -29,7 +31,7 @@ def loss_note(run: Record) -> str:
         )
     text = f"{', '.join(extra[:-1])} and {extra[-1]}" if len(extra) > 1 else extra[0]
     text = f"The training loss includes {text}; the validation loss does not, so the two are not comparable."
-    classes = len(run.result.classes) if run.result is not None else 0
+    classes = len(run.result.classes) if isinstance(run.result, ClassificationMetrics) else 0
     smoothing = float(objective.get("label_smoothing", 0) or 0)
     if smoothing and classes > 1 and "class weights" not in extra:
         text += (
@@ -57,9 +59,10 @@ def curves_of_two(one: Record, other: Record, names: tuple[str, str]) -> Section
     def training(number: str) -> list[Series]:
         return [line(name, curve(rows, number).smooth(), colour) for name, rows, colour in both]
 
-    log = any(wide(rows) for _, rows, _ in both)
+    log, main = any(wide(rows) for _, rows, _ in both), one.task.headline
+    title = f"{capitalised(main.title)} on the validation split"
     return _section(
-        chart(over_steps("Accuracy on the validation split", validation("val_top1"), unit="percent", high=1.0)),
+        chart(over_steps(title, validation(main.key), unit=main.unit, high=1.0 if main.unit == "percent" else None)),
         chart(over_steps("Loss on the validation split", validation("val_loss"), log=True)),
         chart(over_steps("Training loss", training("loss"), log=log), _note_of_two(one, other)),
         chart(over_steps("Learning rate", training("lr"), low=0.0)),

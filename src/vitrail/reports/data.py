@@ -7,6 +7,7 @@ from vitrail.charts.svg import escape
 from vitrail.io import ContentError, read_json
 from vitrail.reports.page import WIDTH, Cell, Column, Section, absent, chart, embedded_image, name, paragraph, table
 from vitrail.reports.run_record import Check, Record
+from vitrail.tasks.classification_metrics import ClassificationMetrics
 from vitrail.text import plural
 from vitrail.training.samples import INDEX, SAMPLES, Sample, read_samples
 
@@ -61,7 +62,7 @@ def _samples(run: Record) -> str:
     )
     count = sum(map(len, by_class.values()))
     text = f"{plural(count, 'training image')}, reduced in size."
-    classes = len(run.result.classes) if run.result is not None else len(by_class)
+    classes = len(run.result.classes) if isinstance(run.result, ClassificationMetrics) else len(by_class)
     if classes > len(by_class):
         text += f" They show {len(by_class):,} of {classes:,} classes."
     return f'<h3>Example images</h3>{paragraph(text, "quiet small")}<ul class="classes">{rows}</ul>'

@@ -31,11 +31,6 @@ def span(interval: Interval) -> str:
     return f"{percent(interval[0])}–{percent(interval[1])}%"
 
 
-def loss_span(interval: Interval) -> str:
-    """Format an interval of losses."""
-    return f"{interval[0]:.3f}–{interval[1]:.3f}"
-
-
 def points(difference: float) -> str:
     """Format a difference of fractions in percentage points, with its sign."""
     rounded = round(100 * difference, 1)

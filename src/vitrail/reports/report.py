@@ -1,7 +1,7 @@
 """`report`: a run in, one HTML file out."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from vitrail.reports.curves import curves
 from vitrail.reports.data import data, unreadable_samples
 from vitrail.reports.internals import inside
 from vitrail.reports.model import model_summary, reproduce
-from vitrail.reports.page import GENERATOR, page, warnings
+from vitrail.reports.page import GENERATOR, Section, page, warnings
 from vitrail.reports.result import head, result
 from vitrail.reports.run_artifacts import RunArtifacts, open_artifacts, unreadable_predictions
 from vitrail.reports.run_record import Record, read_run
@@ -20,6 +20,18 @@ from vitrail.text import shorten
 from vitrail.training.run_folder import write_text
 
 REPORT = "report.html"
+SECTIONS: dict[str, Callable[[RunArtifacts], Section]] = {
+    "mistakes": mistakes,
+    "classes": lambda artifacts: classes(artifacts.run),
+    "confusion": lambda artifacts: confusion(artifacts.run),
+    "calibration": lambda artifacts: calibration(artifacts.run),
+    "curves": lambda artifacts: curves(artifacts.run),
+    "model": model_summary,
+    "inside": inside,
+    "data": lambda artifacts: data(artifacts.run),
+    "reproduce": lambda artifacts: reproduce(artifacts.run),
+}
+"""The sections that a task can choose from."""
 _log = logging.getLogger("vitrail")
 
 
@@ -63,18 +75,7 @@ def write_report(run: str | Path, other: str | Path | None = None, out: str | Pa
 
 def _single(artifacts: RunArtifacts, unreadable: Sequence[str]) -> str:
     run = artifacts.run
-    sections = [
-        result(run),
-        mistakes(artifacts),
-        classes(run),
-        confusion(run),
-        calibration(run),
-        curves(run),
-        model_summary(artifacts),
-        inside(artifacts),
-        data(run),
-        reproduce(run),
-    ]
+    sections = [result(run), *(SECTIONS[name](artifacts) for name in run.task.sections)]
     return page(title=f"{run.name}: report", head=head(run) + warnings(unreadable), sections=sections)
 
 

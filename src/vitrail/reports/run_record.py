@@ -1,103 +1,23 @@
 """Read a run folder: its contents, and a sentence for everything that is missing."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError, model_validator
+from pydantic import BaseModel
 
 from vitrail.checkpoints.bundle import CONFIG
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.io import ContentError, parse_toml, read_json, read_text
+from vitrail.tasks.lookup import CLASSIFICATION, task_named
+from vitrail.tasks.metrics import Metrics
+from vitrail.tasks.task import Task
 from vitrail.training.run_folder import CHECK, LOCK, METRICS, ORIGIN, RECIPE, RESULT, SPLIT, SWEEP, MetricsFile
 from vitrail.training.sessions import SESSIONS, read_sessions
 
 BEST = "best"
-Model = TypeVar("Model", bound=BaseModel)
-
-
-class Bin(BaseModel):
-    """Predictions with a confidence in (low, high]."""
-
-    low: float
-    high: float
-    images: int
-    confidence: float | None
-    accuracy: float | None
-
-
-class ClassScore(BaseModel):
-    """Metrics of one class."""
-
-    name: str
-    images: int
-    precision: float | None
-    recall: float | None
-    f1: float | None
-
-
-class Mistake(BaseModel):
-    """A misclassified image."""
-
-    index: int
-    name: str
-    true: str
-    predicted: str
-    confidence: float
-
-
-class Baselines(BaseModel):
-    """Accuracy of trivial baselines."""
-
-    majority_class: str
-    majority: float
-    chance: float
-
-
-class RunResult(BaseModel):
-    """The evaluation of the best model, from result.json."""
-
-    images: int
-    kind: str
-    classes: list[str]
-    top1: float
-    top1_interval: tuple[float, float]
-    top5: float | None
-    top5_interval: tuple[float, float] | None
-    loss: float
-    loss_interval: tuple[float, float]
-    balanced_accuracy: float
-    balanced_accuracy_interval: tuple[float, float]
-    macro_f1: float
-    macro_f1_interval: tuple[float, float]
-    baselines: Baselines
-    warnings: list[str]
-    per_class: list[ClassScore]
-    confusion: list[list[int]]
-    ece: float
-    reliability: list[Bin]
-    worst: list[Mistake]
-    bad: list[Any]
-
-    @model_validator(mode="after")
-    def _check_consistency(self) -> "RunResult":
-        """Reject a file that was edited by hand and is no longer consistent."""
-        count = len(self.classes)
-        square = len(self.confusion) == count and all(len(row) == count for row in self.confusion)
-        scored = all(row.recall is not None and row.f1 is not None for row in self.per_class if row.images)
-        if self.images < 1 or len(self.per_class) != count or not square or not scored:
-            raise ValueError("the fields of the result are inconsistent")
-        return self
-
-    @property
-    def on_training(self) -> bool:
-        """Whether no images were held out, so that the model was evaluated on its training images."""
-        return self.kind == "training images"
-
-    @property
-    def weakest_first(self) -> list[ClassScore]:
-        """The classes that have images, by ascending recall, then F1."""
-        return sorted((row for row in self.per_class if row.images), key=lambda row: (row.recall, row.f1))
+T = TypeVar("T")
 
 
 class Finding(BaseModel):
@@ -131,7 +51,7 @@ class Record:
     recipe_text: str
     rows: list[dict[str, Any]]
     """The rows of metrics.jsonl."""
-    result: RunResult | None
+    result: Metrics | None
     why_no_result: str
     check: Check | None
     why_no_check: str
@@ -146,6 +66,11 @@ class Record:
     def name(self) -> str:
         """The name of the run."""
         return self.folder.resolve().name
+
+    @property
+    def task(self) -> Task:
+        """The task of the run."""
+        return task_named(str(self.recipe.get("task", CLASSIFICATION.name)))
 
     @property
     def data(self) -> str:
@@ -178,14 +103,14 @@ def read_run(folder: str | Path) -> Record:
     except OSError as error:
         raise ConfigError(f"{place / RECIPE} cannot be read: {error.strerror or error}") from None
     faults: list[str] = []
-    result, why_no_result = _read(place / RESULT, RunResult, "the result", faults)
-    check, why_no_check = _read(place / CHECK, Check, "the data check", faults)
+    result, why_no_result = _read(place / RESULT, _reader(recipe), "the result", faults)
+    check, why_no_check = _read(place / CHECK, Check.model_validate, "the data check", faults)
     if result is None and not (place / RESULT).exists():
         why_no_result = _why_not_evaluated(place)
     split = _json(place / SPLIT, "the held-out images", faults)
     origin = _json(place / ORIGIN, "the path of the data", faults) or {}
     config = _json(place / BEST / CONFIG, "the provenance of the best model", faults) or {}
-    rows = _metrics(place, faults)
+    rows = _rows(place, faults)
     if (place / SESSIONS).exists() and not read_sessions(place):
         faults.append(f"{place / SESSIONS} cannot be read, so the report lacks time and hardware")
     return Record(
@@ -194,7 +119,7 @@ def read_run(folder: str | Path) -> Record:
     )  # fmt: skip
 
 
-def _metrics(place: Path, faults: list[str]) -> list[dict[str, Any]]:
+def _rows(place: Path, faults: list[str]) -> list[dict[str, Any]]:
     """Return the rows of metrics.jsonl; a last line truncated by a crash is ignored."""
     try:
         rows = MetricsFile.read(place)
@@ -228,14 +153,19 @@ def _why_not_evaluated(place: Path) -> str:
     return "The run has not finished, so it has not been evaluated on held-out images yet."
 
 
-def _read(path: Path, kind: type[Model], what: str, faults: list[str]) -> tuple[Model | None, str]:
+def _reader(recipe: dict[str, Any]) -> Callable[[dict[str, Any]], Metrics]:
+    """Return what reads the result of a run with this recipe."""
+    return task_named(str(recipe.get("task", CLASSIFICATION.name))).metrics.from_dict
+
+
+def _read(path: Path, parse: Callable[[dict[str, Any]], T], what: str, faults: list[str]) -> tuple[T | None, str]:
     content = _json(path, what, faults)
     if content is None:
         state = "cannot be read" if path.exists() else "is missing"
         return None, f"{path.name} {state}, so this section is left out."
     try:
-        return kind.model_validate(content), ""
-    except ValidationError:
+        return parse(content), ""
+    except ValueError:  # among them pydantic's
         fault = "was not written by this version of vitrail"
         faults.append(f"{path} {fault}, so the report lacks {what}")
         return None, f"{path.name} {fault}, so this section is left out."

@@ -13,7 +13,7 @@ import torch
 
 from vitrail.acceleration.auto import AutoPrecisionEngine
 from vitrail.acceleration.cuda.graphs import SIZES
-from vitrail.acceleration.cuda.model import FastModel
+from vitrail.acceleration.cuda.inference.model import FastModel
 from vitrail.acceleration.engine import Engine, open_engine
 from vitrail.acceleration.planner import plan_of
 from vitrail.checkpoints.bundle import Bundle
@@ -123,6 +123,7 @@ def describe(name: str, bundle: Bundle, device: torch.device) -> dict[str, Any]:
     sample = sample_image(config.channels, config.image_size).to(device)
     return {
         "name": name,
+        "task": bundle.task if config.classes else None,
         "classes": None if bundle.classes is None else list(bundle.classes),
         "class_count": config.classes,
         "channels": config.channels,

@@ -5,6 +5,7 @@ from typing import Any
 from vitrail._version import __version__
 from vitrail.explanations.request import METHODS
 from vitrail.serving.settings import Settings
+from vitrail.tasks.lookup import TASKS
 
 Json = dict[str, Any]
 _ERRORS = {
@@ -206,11 +207,12 @@ def _schemas() -> Json:
         optional=("map", "attention"),
     )
 
-    def results(result: Json, **more: Json) -> Json:
-        return _object({"model": text, **more, "results": _list({"anyOf": [result, error]})})
+    def results(*kinds: Json, **more: Json) -> Json:
+        return _object({"model": text, **more, "results": _list({"anyOf": [*kinds, error]})})
 
     model = {
-        "name": text, "default": boolean, "classes": {"anyOf": [_list(text), {"type": "null"}]}, "class_count": integer,
+        "name": text, "default": boolean, "task": {"anyOf": [text, {"type": "null"}]},
+        "classes": {"anyOf": [_list(text), {"type": "null"}]}, "class_count": integer,
         "channels": integer, "image_size": integers, "patch_size": integers, "grid": integers, "depth": integer,
         "heads": integer, "width": integer, "parameters": integer, "token_count": integer, "patch_start": integer,
         "pool": text, "digest": text, "precision": text,
@@ -226,7 +228,7 @@ def _schemas() -> Json:
         "ModelSamples": _object({"model": text, "samples": _list(_object({"name": text, "number": integer}))}),
         "Reloaded": _object({"reloaded": _list(text)}),
         "Models": _object({"models": _list(_object(model))}),
-        "Predictions": results(_object({"classes": _list(class_entry)})),
+        "Predictions": results(*(_object(dict(task.rows.schema)) for task in TASKS.values())),
         "Embeddings": results(_object({"embedding": _list(number)})),
         "Explanations": results(explained, method=text),
     }

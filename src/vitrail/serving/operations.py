@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vitrail.acceleration.cuda.model import FastModel
+from vitrail.acceleration.cuda.inference.model import FastModel
 from vitrail.acceleration.engine import Engine
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.sources.source import Pixels
@@ -27,6 +27,8 @@ from vitrail.inference.features import FeatureRequest
 from vitrail.models.checks import read_layer
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, autocast
+from vitrail.tasks.classification import rounded
+from vitrail.tasks.lookup import task_of
 
 MAX_ATTENTION_BYTES = 64 * 2**20
 """Maximum bytes of attention weights in one response."""
@@ -52,31 +54,26 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Predict:
-    """Return the most likely classes."""
+    """Return the task's prediction: of a classifier, the most likely classes."""
 
     top: int
     alone: bool = False
 
     def check(self, model: Backend, images: int) -> None:  # noqa: ARG002 - shared signature
-        """Raise if the model cannot classify images."""
+        """Raise if the model makes no prediction per image."""
         config = model.bundle.model.config
         if not config.classes:
-            raise InputError("this model has no classification head; use /v1/embed")
+            raise InputError("this model has no head; use /v1/embed")
         if config.pool == "none":
             raise InputError("this model outputs logits per token, not per image; use /v1/explain")
 
     def run(self, model: Backend, images: Sequence[Pixels]) -> list[Result]:
-        """Return the top classes of each image."""
+        """Return the prediction for each image."""
         if model.engine is None:
-            raise InputError("this model has no classification head")
-        logits = model.engine(_batch(images))
-        names = model.bundle.classes
-        top = logits.softmax(dim=1).topk(min(self.top, logits.shape[1]), dim=1)
-        results: list[Result] = [
-            {"classes": [_named(index, value, names) for value, index in zip(values, indices, strict=True)]}
-            for values, indices in zip(top.values.tolist(), top.indices.tolist(), strict=True)
-        ]
-        return _finite(results, logits)
+            raise InputError("this model has no head")
+        outputs = model.engine(_batch(images))
+        predictions = task_of(model.bundle).predict(outputs, model.bundle.classes, self.top)
+        return _finite([prediction.response() for prediction in predictions], outputs)
 
 
 @dataclass(frozen=True)
@@ -184,7 +181,7 @@ def _normalised(model: Backend, images: Sequence[Pixels]) -> Tensor:
 
 def _named(index: int, probability: float, names: tuple[str, ...] | None) -> dict[str, Any]:
     name = str(index) if names is None else names[index]
-    return {"name": name, "index": index, "probability": float(f"{probability:.6g}")}
+    return {"name": name, "index": index, "probability": rounded(probability)}
 
 
 def _finite(results: list[Result], outputs: Tensor) -> list[Result]:

@@ -22,6 +22,14 @@ def _as_number(value: Any) -> Any:
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+def _as_sources(value: Any) -> Any:
+    """Name the models that are given as paths."""
+    models = [value] if isinstance(value, str | os.PathLike) else value
+    if not isinstance(models, Sequence):
+        return value
+    return tuple(_named_source(os.fspath(m)) if isinstance(m, str | os.PathLike) else m for m in models)
+
+
 Seconds = Annotated[float, BeforeValidator(_as_number), Field(gt=0, le=86_400)]
 Amount = Annotated[float, BeforeValidator(_as_number), Field(gt=0, le=100_000)]
 
@@ -37,8 +45,8 @@ class NamedSource(NamedTuple):
 class Settings(Frozen):
     """Settings of a service. The token never appears in a repr, dump or log."""
 
-    models: Annotated[tuple[NamedSource, ...], AsTuple]
-    """The first is the default for requests without a model name."""
+    models: Annotated[tuple[NamedSource, ...], AsTuple, BeforeValidator(_as_sources)]
+    """A path or a name on a hub, or NAME=MODEL; the first is the default for requests without a model name."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Fields missing from the checkpoint files, as in `vitrail.load`; applied to all models."""
     keys: Path | None = None

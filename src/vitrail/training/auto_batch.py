@@ -12,8 +12,9 @@ import torch.distributed
 
 from vitrail.errors import ConfigError
 from vitrail.text import byte_size
+from vitrail.training.context import Job
 from vitrail.training.defaults import TrainingPlan, steps_per_epoch_text, with_batch
-from vitrail.training.memory import Forecast, Job, forecast, step_fits
+from vitrail.training.memory import Forecast, forecast, step_fits
 from vitrail.training.recipe import read_recipe
 from vitrail.training.run_folder import RECIPE
 
@@ -113,15 +114,15 @@ def _lines(path: Path) -> list[str]:
 # ── batch size ──
 
 
-def fit_batch_to_memory(job: Job, folder: Path, images: int, limit: MemoryLimit) -> TrainingPlan:
+def fit_batch_to_memory(job: Job, folder: Path, images: int, limit: MemoryLimit) -> Job:
     """Resolve a batch size of "auto" from the available memory.
 
-    Any other plan is returned unchanged. A resumed run keeps its batch size, however much memory is free now.
+    Any other job is returned unchanged. A resumed run keeps its batch size, however much memory is free now.
     """
     if job.plan.recipe.batch != "auto":
-        return job.plan
+        return job
     if (recorded := _from_main(_recorded_batch(folder), job.device)) > 0:
-        return with_batch(job.plan, recorded, images, "as when this run started")
+        return job._replace(plan=with_batch(job.plan, recorded, images, "as when this run started"))
     limit = limit._replace(free=_min_over_ranks(limit.free, job.device))
     unit = _unit(job.plan, job.processes, job.plan.recipe.gradient_accumulation)
     usual = batch = -(-job.plan.batch // unit) * unit
@@ -148,7 +149,7 @@ def fit_batch_to_memory(job: Job, folder: Path, images: int, limit: MemoryLimit)
         why = (
             f"{usual} would need about {byte_size(needed)}, and {limit.place} has {byte_size(limit.free)} for this run"
         )
-    return with_batch(job.plan, batch, images, why)
+    return job._replace(plan=with_batch(job.plan, batch, images, why))
 
 
 @contextmanager

@@ -11,8 +11,10 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from vitrail.text import as_percent, printable
-from vitrail.training.criterion import COLUMNS, TITLES, Criterion
+from vitrail.data.checking.check import Report
+from vitrail.tasks.lookup import CLASSIFICATION
+from vitrail.tasks.task import Task
+from vitrail.text import printable
 from vitrail.training.defaults import ResolvedDefault
 from vitrail.training.display import Status, defaults_lines, defaults_table
 from vitrail.training.run_folder import not_written
@@ -28,15 +30,21 @@ class RunConsole:
     """Prints the progress of a run and keeps its log."""
 
     def __init__(
-        self, folder: Path, *, quiet: bool = False, compiled: bool = False, printed: set[str] | None = None
+        self,
+        folder: Path,
+        *,
+        task: Task = CLASSIFICATION,
+        quiet: bool = False,
+        compiled: bool = False,
+        printed: set[str] | None = None,
     ) -> None:
         """`printed`: messages about the data that earlier runs printed; this run only logs those, and adds its own."""
         self.log_file = folder / "log.txt"
         self.log = self.log_file.open("a", encoding="utf-8")
-        self.quiet = quiet
+        self.quiet, self.task = quiet, task
         self.printed = set() if printed is None else printed
         self.console = Console(stderr=True, highlight=False)
-        self.status = Status(compiled=compiled)
+        self.status = Status(task.training_metric, compiled=compiled)
         # No refresh thread: data workers are forked while the display is live.
         self.live = Live(self.status, console=self.console, auto_refresh=False, transient=True)
         self.on_terminal = self.console.is_terminal and not quiet
@@ -62,6 +70,15 @@ class RunConsole:
         topic = text if topic is None else topic
         self._print(text, Text(text, "bold yellow" if loud else ""), wrap=False, shown=topic not in self.printed)
         self.printed.add(topic)
+
+    def data_check(self, report: Report) -> None:
+        """Print the summary of a data check and its serious findings."""
+        self.data_note(report.summary)
+        for finding in report.findings:
+            if finding.serious:
+                some = ", ".join(finding.details[:2]) + (", …" if len(finding.details) > 2 else "")
+                details = f" ({some})" if some else ""
+                self.data_note(f"{finding.text}{details}; {finding.advice}", loud=True)
 
     def defaults(self, defaults: Sequence[ResolvedDefault]) -> None:
         """Print the resolved defaults with their reasons."""
@@ -94,22 +111,16 @@ class RunConsole:
 
     def validation(self, row: dict[str, Any]) -> None:
         """Print the validation metrics."""
-        criterion: Criterion = row["criterion"]
+        headline, criterion = self.task.headline, self.task.criteria[row["criterion"]]
         star = ""
         if row["best"] == row["step"]:
             star = "  (best so far)" if row["highest"] else f"  ({WITHIN_ERROR})"
-        by = (
-            f", {TITLES[criterion]} {as_percent(row[COLUMNS[criterion]])}"
-            if criterion not in ("accuracy", "loss")
-            else ""
-        )
-        metrics = f"accuracy {as_percent(row['val_top1'])} on the validation split{by}, loss {row['val_loss']:.3f}"
+        by = ""
+        if criterion.key not in (headline.key, "val_loss"):
+            by = f", {criterion.title} {criterion.show(row[criterion.key])}"
+        value = f"{headline.title} {headline.show(row[headline.key])}"
+        metrics = f"{value} on the validation split{by}, loss {row['val_loss']:.3f}"
         self.note(f"step {row['step']:,}: {metrics}{star}")
-
-    @property
-    def waiting_fraction(self) -> float | None:
-        """Fraction of the time spent waiting for data; None if no step was taken."""
-        return self.status.waiting_fraction if self.status.row else None
 
     def _print(self, plain: str, rich_text: RenderableType, *, wrap: bool = True, shown: bool = True) -> None:
         try:
@@ -127,8 +138,6 @@ class RunConsole:
 
 class SilentConsole:
     """The console of every rank but the main one: prints nothing."""
-
-    waiting_fraction = None
 
     def note(self, text: str) -> None:
         """Do nothing."""

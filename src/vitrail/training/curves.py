@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from vitrail.charts.axis import Unit
 from vitrail.charts.lines import Series, line_chart
 from vitrail.charts.svg import sheet
-from vitrail.text import as_percent
+from vitrail.tasks.task import Task
+from vitrail.text import capitalised
 from vitrail.training.run_folder import best_row, write_text
 
 WIDTH, HIGH, LOW, GAP = 440, 270, 190, 20
@@ -45,24 +46,24 @@ def curve(rows: Rows, name: str) -> Curve:
     return Curve(points[:, 0], points[:, 1])
 
 
-def draw_curves(rows: Rows, path: Path, note: Sequence[str] = ()) -> None:
+def draw_curves(rows: Rows, path: Path, task: Task, note: Sequence[str] = ()) -> None:
     """Draw the rows of a metrics file; `note` says how the two losses differ. Without rows, draw nothing."""
     if rows:
-        write_text(path, curves_svg(rows, path.parent.name, note))
+        write_text(path, curves_svg(rows, path.parent.name, task, note))
 
 
-def curves_svg(rows: Rows, name: str, note: Sequence[str] = ()) -> str:
+def curves_svg(rows: Rows, name: str, task: Task, note: Sequence[str] = ()) -> str:
     """Return all charts in one drawing, with the run's name in the title."""
-    title, facts = headlines(rows, name)
+    title, facts = headlines(rows, name, task)
     right, below = WIDTH + GAP, HIGH + GAP
     places = [(0, 0), (right, 0), (0, below), (right, below)]
-    charts = [(x, y, chart) for (x, y), chart in zip(places, curve_charts(rows), strict=True)]
+    charts = [(x, y, chart) for (x, y), chart in zip(places, curve_charts(rows, task), strict=True)]
     lines = [facts, f"Loss: {'; '.join(note)}"] if note else [facts]
     return sheet(charts, title=title, lines=lines, width=right + WIDTH, height=below + LOW)
 
 
-def headlines(rows: Rows, name: str) -> tuple[str, str]:
-    """Return the title (the run and the accuracy of its best checkpoint) and the subtitle (final numbers)."""
+def headlines(rows: Rows, name: str, task: Task) -> tuple[str, str]:
+    """Return the title (the run and the headline metric of its best checkpoint) and the subtitle (final numbers)."""
     steps, best = max(row["step"] for row in rows), best_row(rows)
     epochs, losses, val = curve(rows, "epoch"), curve(rows, "loss"), curve(rows, "val_loss")
     facts = [
@@ -71,23 +72,26 @@ def headlines(rows: Rows, name: str) -> tuple[str, str]:
         *([f"training loss {losses.smooth().values[-1]:.3f} at the end"] if len(losses) else []),
         *([f"validation loss {val.values[-1]:.3f} at the end"] if len(val) else []),
     ]
-    result = f"validation accuracy {as_percent(best['val_top1'])}" if best else f"step {steps:,}"
+    main = task.headline
+    result = f"validation {main.title} {main.show(best[main.key])}" if best else f"step {steps:,}"
     return f"{name if len(name) <= 60 else f'{name[:59]}…'}: {result}", " · ".join(facts)
 
 
-def curve_charts(rows: Rows) -> tuple[str, str, str, str]:
-    """Return the charts of a run: loss, accuracy, learning rate and gradient norm over the steps."""
+def curve_charts(rows: Rows, task: Task) -> tuple[str, str, str, str]:
+    """Return the charts of a run over the steps: loss, the task's headline, learning rate and gradient norm."""
+    main = task.headline
     loss = [*noisy("training", curve(rows, "loss"), 1), sparse("validation split", curve(rows, "val_loss"), 2)]
-    accuracy = [
-        line("training (augmented)", curve(rows, "accuracy").smooth(), 1),
-        sparse("validation split", curve(rows, "val_top1"), 2),
+    headline = [
+        line("training (augmented)", curve(rows, task.training_metric.key).smooth(), 1),
+        sparse("validation split", curve(rows, main.key), 2),
     ]
     if best := best_row(rows):
-        down = [best["step"]] * 2, [0.0, best["val_top1"]]
-        accuracy.append(Series(f"kept: {as_percent(best['val_top1'])}", *down, colour=2, dashed=True))
+        down = [best["step"]] * 2, [0.0, best[main.key]]
+        headline.append(Series(f"kept: {main.show(best[main.key])}", *down, colour=2, dashed=True))
+    high = 1.0 if main.unit == "percent" else None
     return (
         over_steps("Loss", loss, log=wide(rows)),
-        over_steps("Accuracy", accuracy, unit="percent", low=0.0, high=1.0),
+        over_steps(capitalised(main.title), headline, unit=main.unit, low=0.0, high=high),
         over_steps("Learning rate", [line("", curve(rows, "lr"), 3)], low=0.0, height=LOW),
         over_steps("Gradient norm", noisy("", curve(rows, "gradient_norm"), 4), low=0.0, height=LOW),
     )

@@ -18,7 +18,8 @@ from vitrail.metrics.baselines import PRETRAINED
 from vitrail.models.checks import per_token
 from vitrail.models.config import ConvLayer, ViTConfig
 from vitrail.models.variants import PAPER, variant_config
-from vitrail.training.criterion import Criterion
+from vitrail.tasks.lookup import task_named
+from vitrail.tasks.task import Task
 from vitrail.training.finetune_init import FinetuneInit, planned_config
 from vitrail.training.optimizers import learning_rate
 from vitrail.training.recipe import Recipe
@@ -74,6 +75,11 @@ class TrainingPlan(NamedTuple):
     augmentation: Augmentation
     mixing: Mixing
     defaults: list[ResolvedDefault]
+
+    @property
+    def task(self) -> Task:
+        """What the model learns."""
+        return task_named(self.recipe.task)
 
 
 def describe_data(source: Source, device: str = "cpu") -> DataFacts:
@@ -167,7 +173,7 @@ def _written(model: ViTConfig) -> dict[str, Any]:
 
 def _model(recipe: Recipe, facts: DataFacts, pretrained: Bundle | None, defaults: list[ResolvedDefault]) -> ViTConfig:
     fields = dict(recipe.model)
-    classes = len(facts.classes)
+    classes = task_named(recipe.task).outputs(facts.classes)
     paper = fields.pop("paper", False)
     if not isinstance(paper, bool) or (paper and pretrained is not None):
         raise ConfigError(
@@ -308,9 +314,9 @@ def _lr(
     return lr
 
 
-def _criterion(recipe: Recipe, defaults: list[ResolvedDefault]) -> Criterion:
+def _criterion(recipe: Recipe, defaults: list[ResolvedDefault]) -> str:
     criterion = recipe.resolved_criterion()
-    if recipe.criterion is None and criterion != "accuracy":
+    if recipe.criterion is None and criterion != task_named(recipe.task).default_criterion(class_balanced=False):
         defaults.append(ResolvedDefault("criterion", criterion, "classes are weighted, so every class counts equally"))
     return criterion
 

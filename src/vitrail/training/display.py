@@ -12,11 +12,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from vitrail.tasks.lookup import CLASSIFICATION
+from vitrail.tasks.task import Criterion
 from vitrail.text import byte_size
 from vitrail.training.defaults import ResolvedDefault
 
 SMOOTH = 0.9
-"""Smoothing factor of the displayed loss and accuracy."""
+"""Smoothing factor of the displayed loss and metric."""
 GAP = "   "
 UNKNOWN = "…"
 """Placeholder for a number that is not known yet."""
@@ -45,9 +47,10 @@ class Field(NamedTuple):
 class Status:
     """Current status of a run, as a rich renderable."""
 
-    def __init__(self, *, compiled: bool = False) -> None:
+    def __init__(self, metric: Criterion = CLASSIFICATION.training_metric, *, compiled: bool = False) -> None:
+        """`metric`: the training metric of the task."""
         self.row: dict[str, Any] = {}
-        self.loss, self.accuracy = 0.0, 0.0
+        self.loss, self.metric, self.value = 0.0, metric, 0.0
         self.throughput = Throughput(compiled=compiled)
 
     def update(self, row: dict[str, Any]) -> None:
@@ -56,7 +59,7 @@ class Status:
         self.throughput.add(images=row["images"], seconds=row["seconds"], waited=row["waited"])
         self.row = row
         self.loss = keep * self.loss + (1 - keep) * row["loss"]
-        self.accuracy = keep * self.accuracy + (1 - keep) * row["accuracy"]
+        self.value = keep * self.value + (1 - keep) * row[self.metric.key]
 
     @property
     def waiting_fraction(self) -> float:
@@ -78,11 +81,12 @@ class Status:
 
     def numbers(self) -> list[Field]:
         """Return the fields shown besides the step and the remaining time."""
-        speed = self.throughput.images_per_second
+        speed, title = self.throughput.images_per_second, self.metric.title
+        value = f"{self.value:.1%}" if self.metric.unit == "percent" else f"{self.value:.3f}"
         return [
             Field("epoch ", f"{self.row['epoch']:.1f}", "", "epoch ", 1),
             Field("loss ", f"{self.loss:.3f}", "", "loss ", 5),
-            Field("accuracy ", f"{self.accuracy:.1%}", "", "acc. ", 4),
+            Field(f"{title} ", value, "", f"{title[:3]}. ", 4),
             Field("", UNKNOWN if speed is None else f"{speed:,.0f}", " images/s", "", 3),
             Field("waiting for data ", f"{self.waiting_fraction:.0%}", "", "waiting ", 2),
             Field("memory ", byte_size(used_memory()), "", "", 0),

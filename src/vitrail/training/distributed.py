@@ -1,4 +1,4 @@
-"""Communication between the ranks of a run. With a world size of 1, nothing is sent."""
+"""The ranks of a run, which communicate, and what they compute on. With a world size of 1, nothing is sent."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from vitrail.acceleration.planner import ExecutionPlan
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.runtime import Precision, Processes
 
@@ -142,12 +143,17 @@ class Ranks(NamedTuple):
 
 @dataclass(frozen=True)
 class RunContext:
-    """Device, precision, workers and ranks of a run."""
+    """What a run computes on; `run_context` decides it once."""
 
     device: torch.device
     precision: Precision
     workers: int
+    """Worker processes that read images."""
     ranks: Ranks
+    execution: ExecutionPlan
+    """The execution path of the steps."""
+    resident: int = 0
+    """Number of images kept on the device."""
 
 
 def _running_statistics(model: nn.Module) -> Iterable[Tensor]:

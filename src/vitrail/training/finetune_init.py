@@ -62,14 +62,16 @@ def planned_config(pretrained: Bundle, how: FinetuneInit, fields: dict[str, Any]
     return config
 
 
-def adapted(pretrained: Bundle, how: FinetuneInit, config: ViTConfig, classes: tuple[str, ...]) -> Bundle:
-    """Return a float32 copy of a pretrained model, adapted to the planned config."""
+def adapted(
+    pretrained: Bundle, how: FinetuneInit, config: ViTConfig, task: str, names: tuple[str, ...] | None
+) -> Bundle:
+    """Return a float32 copy of a pretrained model, adapted to the planned config; `names` are those of its outputs."""
     weights = {name: tensor.detach().clone() for name, tensor in pretrained.model.state_dict().items()}
     weights = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
     # Its metrics are those of the original model on other data.
     provenance = {key: value for key, value in pretrained.provenance.items() if key != METRICS}
     model = _with_fields(pretrained.model.config, config, weights)
-    bundle = Bundle(model, pretrained.preprocess, pretrained.classes, provenance)
+    bundle = Bundle(model, pretrained.preprocess, pretrained.classes, provenance, task=pretrained.task)
     adapt(
         bundle,
         image_size=config.image_size,
@@ -77,9 +79,10 @@ def adapted(pretrained: Bundle, how: FinetuneInit, config: ViTConfig, classes: t
         channels=config.channels,
         position_method=how.positions,
     )
-    if how.head == "keep":
-        return adapt(bundle, classes=classes)
-    _renew_head(bundle, how, classes)
+    if how.head == "keep" and task == pretrained.task:
+        return adapt(bundle, classes=config.classes if names is None else names)
+    bundle.task = task
+    _renew_head(bundle, how, config.classes, names)
     return bundle
 
 
@@ -94,15 +97,15 @@ def _with_fields(config: ViTConfig, planned: ViTConfig, weights: Weights) -> ViT
 
 
 @torch.no_grad()
-def _renew_head(bundle: Bundle, how: FinetuneInit, classes: tuple[str, ...]) -> None:
-    model, bundle.classes = bundle.model, classes
+def _renew_head(bundle: Bundle, how: FinetuneInit, outputs: int, names: tuple[str, ...] | None) -> None:
+    model, bundle.classes = bundle.model, names
     if how.head == "zero":
         model.reconfigure(model.config.replace(representation=None))
         model.pre_logits = nn.Identity()
-    model.reset_head(len(classes))
+    model.reset_head(outputs)
     if how.head == "zero":
         for name, parameter in model.named_parameters():
             if name.startswith("head"):
                 parameter.zero_()
-    done = f"{'zero' if how.head == 'zero' else 'fresh'} head for {len(classes)} classes"
+    done = f"{'zero' if how.head == 'zero' else 'fresh'} head for {outputs} {'outputs' if names is None else 'classes'}"
     bundle.provenance["adapted"] = [*bundle.provenance.get("adapted", []), done]

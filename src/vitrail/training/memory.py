@@ -23,37 +23,18 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitrail.data.augmentation.mixing import mix_pixels
-from vitrail.data.sources.splits import Splits
 from vitrail.models.vit import ViT
-from vitrail.runtime import Precision, autocast
-from vitrail.training import objectives
-from vitrail.training.defaults import TrainingPlan
+from vitrail.runtime import autocast
+from vitrail.tasks.objective import loss
+from vitrail.training.context import Job
 from vitrail.training.muon import Muon
 from vitrail.training.optimizers import Optimizer, freeze, is_matrix, make_optimizer
-from vitrail.training.step import plan_step
 
 KERNELS = 64 * 2**20
 """Workspace of CUDA matmuls: 32 MiB each for the forward and the backward thread (Hopper)."""
 PREFETCHED = 2
 """Batches that each worker prefetches."""
 EVALUATION_BATCH = 256
-
-
-class Job(NamedTuple):
-    """A training plan and the hardware it runs on."""
-
-    plan: TrainingPlan
-    device: torch.device
-    precision: Precision
-    processes: int = 1
-    workers: int = 0
-    resident: int = 0
-    """Number of images kept on the device; see `resident_images`."""
-
-    @property
-    def images(self) -> int:
-        """Micro-batch size of one process."""
-        return max(1, self.plan.batch // (self.processes * self.plan.recipe.gradient_accumulation))
 
 
 class Forecast(NamedTuple):
@@ -91,11 +72,6 @@ class Forecast(NamedTuple):
         return self.standing + more + max(self.updating, round(self.in_flight * images / self.images))
 
 
-def resident_images(plan: TrainingPlan, splits: Splits) -> int:
-    """Return how many images are kept on the device: the training images and those of the validation split."""
-    return len(splits.train) + len(splits.val or splits.train) if plan.recipe.data.on_device else 0
-
-
 def evaluation_batch(images: int) -> int:
     """Return the batch size for evaluation: small enough to fit wherever training fits."""
     return min(EVALUATION_BATCH, 2 * max(1, images))
@@ -118,16 +94,13 @@ def forecast(job: Job) -> Forecast:
         optimizer = sum(_copies(recipe.optimizer, *named) * _bytes(named[1:]) for named in _trained(model))
         updating = _update_bytes(recipe.optimizer, model)
     after = max(evaluating, updating)  # never both at once
-    in_flight = (training + after if _keeps_cuda_graph(job) else max(training, after)) + _overhead_bytes(job)
+    # A CUDA graph keeps the memory of a step, so that evaluation needs its own.
+    in_flight = training + after if job.context.execution.graphs else max(training, after)
+    in_flight += _overhead_bytes(job)
     return Forecast(
         weights, gradients + buckets, optimizer, average, job.images, in_flight, recipe.gradient_accumulation,
-        job.resident * math.prod((job.plan.model.channels, *job.plan.model.image_size)), updating,
+        job.context.resident * math.prod((job.plan.model.channels, *job.plan.model.image_size)), updating,
     )  # fmt: skip
-
-
-def _keeps_cuda_graph(job: Job) -> bool:
-    """Whether a CUDA graph keeps the memory of a step, so that evaluation needs its own."""
-    return plan_step(job.plan.model, job.plan.recipe, job.precision, job.device, alone=job.processes == 1).graphs
 
 
 def step_fits(job: Job, estimate: Forecast) -> bool:
@@ -170,7 +143,7 @@ def _loss(job: Job, stored: Tensor, model: nn.Module) -> Tensor:
     with autocast(device, job.precision):
         logits: Tensor = model(pixels)
     targets = torch.full(logits.shape, 1 / logits.shape[-1], device=device)
-    return objectives.loss(logits, targets, plan.recipe.objective)
+    return loss(logits, targets, plan.recipe.objective)  # whatever the task: outputs take little memory
 
 
 def _model(job: Job, device: torch.device) -> ViT:
@@ -239,7 +212,7 @@ def _overhead_bytes(job: Job) -> int:
     if job.device.type == "cuda":
         return KERNELS
     height, width = job.plan.model.image_size
-    batches = 1 + PREFETCHED * job.workers
+    batches = 1 + PREFETCHED * job.context.workers
     return batches * job.images * job.plan.recipe.gradient_accumulation * height * width * job.plan.model.channels
 
 

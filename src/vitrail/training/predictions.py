@@ -14,8 +14,8 @@ from vitrail.data.resident import ResidentEvaluation
 from vitrail.data.sources.source import Source
 from vitrail.data.stream import RankSlice
 from vitrail.errors import DataError
-from vitrail.evaluation import Predictions, predict_all
-from vitrail.metrics.classification import log_losses
+from vitrail.evaluation import predict_all
+from vitrail.tasks.task import Predictions, Task
 from vitrail.training.defaults import TrainingPlan
 from vitrail.training.distributed import RunContext
 from vitrail.training.memory import evaluation_batch
@@ -35,7 +35,13 @@ class Predictor:
         """Return the predictions for a whole split, on every rank."""
         context = self.context
         own = predict_all(
-            model, self._batches(source), self.plan.preprocess, context.device, context.precision, name=source.name
+            model,
+            self._batches(source),
+            self.plan.preprocess,
+            context.device,
+            context.precision,
+            name=source.name,
+            task=self.plan.task,
         )
         slices = context.ranks.all_gather(own)
         bad = tuple(row for one in slices for row in one.bad)
@@ -45,7 +51,7 @@ class Predictor:
                 f"none of the {len(bad)} images to evaluate can be read; the first, {bad[0].name}: {bad[0].reason}"
             )
         return Predictions(
-            np.concatenate([one.probabilities for one in readable]),
+            np.concatenate([one.outputs for one in readable]),
             np.concatenate([one.labels for one in readable]),
             np.concatenate([one.indices for one in readable]),
             bad,
@@ -80,9 +86,6 @@ def rank_slice(source: Source, plan: TrainingPlan, context: RunContext) -> Evalu
 
 # ── test_predictions.parquet ──
 
-TOP = 5
-"""Classes kept per image. All of them would take 200 MB for 50,000 images of 1,000 classes."""
-
 
 def digest_of(source: Source, index: int) -> str:
     """Return a digest of an image's stored content, independent of its name."""
@@ -94,36 +97,20 @@ def digest_of(source: Source, index: int) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
-def write_test_predictions(predictions: Predictions, source: Source, path: Path) -> None:
+def write_test_predictions(predictions: Predictions, source: Source, path: Path, task: Task) -> None:
     """Write a row for each readable image, in the order of the source."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     order = np.argsort(predictions.indices, kind="stable")
-    probabilities, labels = predictions.probabilities[order], predictions.labels[order]
-    indices, rows = predictions.indices[order], np.arange(len(order))
-    ranked = np.argsort(-probabilities, axis=1, kind="stable")[:, :TOP]
-    predicted, count = ranked[:, 0], ranked.shape[1]
-    classes = pa.array(source.classes, pa.string())
-
-    def named(numbers: np.ndarray) -> pa.Array:
-        return pa.DictionaryArray.from_arrays(pa.array(numbers.ravel(), pa.int32()), classes)
-
+    indices = predictions.indices[order]
+    sorted_rows = Predictions(predictions.outputs[order], predictions.labels[order], indices)
     table = pa.table(
         {
             "index": pa.array(indices, pa.int64()),
             "name": pa.array([source.name(int(index)) for index in indices], pa.string()),
-            "true": named(labels),
-            "predicted": named(predicted),
-            "correct": pa.array(predicted == labels),
-            "confidence": pa.array(probabilities[rows, predicted]),
-            "true_probability": pa.array(probabilities[rows, labels]),
             "digest": pa.array([digest_of(source, int(index)) for index in indices], pa.string()),
-            "log_loss": pa.array(log_losses(probabilities, labels), pa.float64()),
-            "top_classes": pa.FixedSizeListArray.from_arrays(named(ranked), count),
-            "top_probabilities": pa.FixedSizeListArray.from_arrays(
-                pa.array(np.take_along_axis(probabilities, ranked, axis=1).ravel()), count
-            ),
+            **task.columns(sorted_rows, source.classes),
         },
         metadata={"classes": json.dumps(source.classes, ensure_ascii=False)},
     )

@@ -25,10 +25,10 @@ from vitrail.io import ContentError, parse_toml, read_toml
 from vitrail.models.config import ViTConfig
 from vitrail.schema import LIMIT, Count, Frozen, Positive
 from vitrail.schema import Sequence as AsTuple
+from vitrail.tasks.lookup import CLASSIFICATION, task_named
+from vitrail.tasks.objective import Objective
 from vitrail.training.averaging import Averaging
-from vitrail.training.criterion import Criterion, default_criterion
 from vitrail.training.finetune_init import FinetuneInit
-from vitrail.training.objectives import Objective
 from vitrail.training.optimizers import Optimizer, Schedule
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -85,6 +85,8 @@ class DataSettings(Frozen):
 class Recipe(Frozen):
     """A training run."""
 
+    task: str = CLASSIFICATION.name
+    """What the model learns: `classification`."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Random seed. Shuffling, augmentation, initialisation and dropout derive from it."""
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
@@ -107,7 +109,7 @@ class Recipe(Frozen):
     """Number of validations, spread evenly over the run."""
     patience: Count = 0
     """Stop early after this many validations without improvement; 0 disables early stopping."""
-    criterion: Criterion | None = None
+    criterion: str | None = None
     """The validation metric that selects the best checkpoint: `accuracy`, `balanced_accuracy`, `macro_f1` or `loss`.
     None: balanced_accuracy if classes are balanced or weighted, else accuracy."""
     save_minutes: Annotated[float, Field(ge=0, le=1e5)] = 5.0
@@ -135,6 +137,11 @@ class Recipe(Frozen):
                 f"epochs is {self.epochs:g} and steps is {self.steps}; leave one of them out, or unset it with "
                 f"epochs=none or steps=none"
             )
+        criteria = task_named(self.task).criteria
+        if self.criterion is not None and self.criterion not in criteria:
+            raise ConfigError(
+                f"criterion is {self.criterion!r}; choose from {', '.join(criteria)}{suggest(self.criterion, criteria)}"
+            )
         for name in ("size", "channels"):
             if name in self.preprocess:
                 raise ConfigError(f"preprocess.{name} follows from the model; set model.{_MODEL_HAS[name]} instead")
@@ -150,10 +157,10 @@ class Recipe(Frozen):
         if self.pretrained is not None and pretrained is None:
             raise ConfigError("this recipe fine-tunes a pretrained model; pass one with --from, or use another recipe")
 
-    def resolved_criterion(self) -> Criterion:
+    def resolved_criterion(self) -> str:
         """Return the criterion, or its default given the class weights."""
         balanced = self.data.balance or self.objective.class_weights != "none"
-        return self.criterion or default_criterion(class_balanced=balanced)
+        return self.criterion or task_named(self.task).default_criterion(class_balanced=balanced)
 
     def fingerprint(self) -> str:
         """Return a short hash of all settings."""

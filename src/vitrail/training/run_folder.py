@@ -37,21 +37,6 @@ RECIPE, SPLIT, CHECK, METRICS = "recipe.toml", "split.json", "check.json", "metr
 RESULT, ORIGIN = "result.json", "origin.json"
 BUILT_IN = "digits"
 MOST_DIFFERENCES = 4
-NUMBERS = frozenset(
-    {
-        "epoch",
-        "loss",
-        "accuracy",
-        "lr",
-        "gradient_norm",
-        "val_top1",
-        "val_loss",
-        "val_balanced_accuracy",
-        "val_macro_f1",
-        "best",
-    }
-)
-"""Keys of the metrics file that hold numbers."""
 LOCK = ".lock"
 """Present in every run folder from the start."""
 SWEEP = "sweep.json"
@@ -256,7 +241,7 @@ class MetricsFile:
 
 def best_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the validation row of the best checkpoint, as named by the last validation; None if it is missing."""
-    validations = {row["step"]: row for row in rows if {"val_top1", "best"} <= row.keys()}
+    validations = {row["step"]: row for row in rows if {"val_loss", "best"} <= row.keys()}
     return validations.get(validations[max(validations)]["best"]) if validations else None
 
 
@@ -265,5 +250,5 @@ def _is_row(row: object) -> bool:
     if not isinstance(row, dict) or type(row.get("step")) is not int:
         return False
     # Not float(value), which overflows for huge integers.
-    numbers = [value for name, value in row.items() if name in NUMBERS or isinstance(value, int)]
+    numbers = row.values()
     return all(isinstance(number, float) or (isinstance(number, int) and abs(number) < 2**63) for number in numbers)

@@ -8,9 +8,8 @@ from typing import Any
 
 from vitrail.data.sources.source import Source
 from vitrail.errors import CheckpointError
-from vitrail.evaluation import Evaluation, Predictions
-from vitrail.metrics.baselines import warning_about_gap
-from vitrail.text import percent
+from vitrail.tasks.lookup import CLASSIFICATION
+from vitrail.tasks.task import Predictions, Task
 from vitrail.training.curves import draw_curves
 from vitrail.training.display import Throughput
 from vitrail.training.predictions import write_test_predictions
@@ -21,18 +20,18 @@ from vitrail.training.run_folder import CURVES, EVENTS, TEST_PREDICTIONS, Metric
 FLUSH_SECONDS = 10
 """Flush interval; TensorBoard itself reloads every 30 seconds."""
 TAGS = {
-    "loss": "train/loss",
-    "accuracy": "train/accuracy",
     "lr": "train/learning_rate",
-    "gradient_norm": "train/gradient_norm",
-    "val_top1": "val/top1",
-    "val_loss": "val/loss",
-    "val_balanced_accuracy": "val/balanced_accuracy",
-    "val_macro_f1": "val/macro_f1",
     "images_per_second": "speed/images_per_second",
     "waiting_fraction": "speed/waiting_fraction",
 }
-"""Key in a row, and tag in TensorBoard."""
+"""Key in a row, and tag in TensorBoard, where `tag_of` does not derive it."""
+NOT_PLOTTED = ("step", "epoch", "best")
+
+
+def tag_of(key: str) -> str:
+    """Return the tag of a metric in TensorBoard: `val_loss` is `val/loss`."""
+    split, _, name = key.partition("_") if key.startswith("val_") else ("train", "_", key)
+    return TAGS.get(key, f"{split}/{name}")
 
 
 class Events:
@@ -48,7 +47,7 @@ class Events:
 
         if self._writer is None:
             self._writer = self._open()
-        values = [Summary.Value(tag=TAGS[name], simple_value=row[name]) for name in TAGS if name in row]
+        values = [Summary.Value(tag=tag_of(name), simple_value=row[name]) for name in row if name not in NOT_PLOTTED]
         self._writer.add_summary(Summary(value=values), row["step"])
 
     def flush(self) -> None:
@@ -100,11 +99,12 @@ class RunLogger:
         step: int,
         note: Callable[[str], None],
         *,
+        task: Task = CLASSIFICATION,
         compiled: bool = False,
         losses: Sequence[str] = (),
     ) -> None:
         """`losses`: how the plotted losses differ, from `loss_note`."""
-        self.folder, self.note, self.losses = folder, note, losses
+        self.folder, self.note, self.losses, self.task = folder, note, losses, task
         self.metrics_file = MetricsFile(folder, step)
         self.disabled = {file for file, package in NEEDS.items() if importlib.util.find_spec(package) is None}
         if self.disabled:
@@ -140,7 +140,8 @@ class RunLogger:
     def test_predictions(self, predictions: Predictions, source: Source) -> None:
         """Write the predictions behind the result."""
         self._write_optional(
-            TEST_PREDICTIONS, lambda: write_test_predictions(predictions, source, self.folder / TEST_PREDICTIONS)
+            TEST_PREDICTIONS,
+            lambda: write_test_predictions(predictions, source, self.folder / TEST_PREDICTIONS, self.task),
         )
 
     def close(self) -> None:
@@ -155,7 +156,7 @@ class RunLogger:
     def _draw(self) -> None:
         start = time.monotonic()
         self._write_optional(
-            CURVES, lambda: draw_curves(MetricsFile.read(self.folder), self.folder / CURVES, self.losses)
+            CURVES, lambda: draw_curves(MetricsFile.read(self.folder), self.folder / CURVES, self.task, self.losses)
         )
         self.drawn, self.changed = time.monotonic(), False
         self.pause = max(DRAW_INTERVAL, 50 * (self.drawn - start))
@@ -171,30 +172,14 @@ class RunLogger:
             self.note(f"{file} is no longer written: {error}")
 
 
-def gap_warning(rows: Sequence[dict[str, Any]], images: int) -> list[str]:
-    """Warn if training and validation accuracy are far apart at the best checkpoint.
+def gap_warning(rows: Sequence[dict[str, Any]], images: int, task: Task) -> list[str]:
+    """Warn if training and validation metric are far apart at the best checkpoint.
 
     `images` is the size of the validation split.
     """
-    best = best_row(rows)
+    best, key = best_row(rows), task.training_metric.key
     if best is None:
         return []
-    before = [row["accuracy"] for row in rows if "accuracy" in row and row["step"] <= best["step"]]
+    before = [row[key] for row in rows if key in row and row["step"] <= best["step"]]
     last = before[-max(1, len(before) // GAP_WINDOW) :]
-    return warning_about_gap(sum(last) / len(last), best["val_top1"], images) if last else []
-
-
-def card_metrics(evaluation: Evaluation, *, tested: bool) -> dict[str, str]:
-    """Return the metrics for a model card, with the split they come from and a caveat about it."""
-    split = "test" if tested else "train" if evaluation.kind == "training images" else "validation"
-    caveat = {"train": ", which the model was trained on", "validation": ", which also selected the checkpoint"}
-    low, high = (percent(end) for end in evaluation.top1_interval)
-    return {
-        "split": f"{split}, {evaluation.images:,} images{caveat.get(split, '')}",
-        "accuracy": f"{percent(evaluation.top1)}% (95% interval {low}–{high}%)",
-        **({} if evaluation.top5 is None else {"top-5 accuracy": f"{percent(evaluation.top5)}%"}),
-        "balanced accuracy": f"{percent(evaluation.balanced_accuracy)}%",
-        "macro F1": f"{percent(evaluation.macro_f1)}%",
-        "log loss": f"{evaluation.loss:.3f}",
-        "calibration error": f"{percent(evaluation.ece)}%",
-    }
+    return task.overfitting(sum(last) / len(last), best[task.headline.key], images) if last else []

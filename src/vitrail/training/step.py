@@ -1,15 +1,14 @@
-"""One training step: the forward pass (eager, DDP, compiled or fused), backward, clip, update; and step overlap."""
+"""One training step: the forward pass (eager, DDP, compiled or fused), backward, clip, update."""
 
 import gc
 import math
-import time
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitrail.acceleration.cuda.training import FusedTraining
+from vitrail.acceleration.cuda.training.model import FusedTraining
 from vitrail.acceleration.planner import ExecutionPlan, hardware_of, plan_training
 from vitrail.data.augmentation.mixing import mix_pixels
 from vitrail.data.batches import Batch
@@ -18,7 +17,7 @@ from vitrail.errors import Diverged
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, autocast, derive_seed, seed_torch
-from vitrail.training import objectives
+from vitrail.tasks.task import TrainingLoss
 from vitrail.training.distributed import Ranks
 from vitrail.training.optimizers import can_skip_step, clip_gradients, set_learning_rate, step_unless
 from vitrail.training.recipe import Recipe
@@ -35,18 +34,6 @@ REPEATABLE_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 # ── forward pass ──
 
 
-def forward_of(model: nn.Module, recipe: Recipe, precision: Precision, ranks: Ranks) -> nn.Module:
-    """Return the module that maps images to logits in a step; its parameters are the model's own."""
-    if not recipe.compile:
-        return ranks.wrap(model)
-    if isinstance(model, ViT):
-        plan = plan_step(model.config, recipe, precision, ranks.device, alone=ranks.alone)
-        if plan.path == "fused_training":
-            mode = "reduce-overhead" if plan.graphs else None
-            return torch.compile(FusedTraining(model), mode=mode)  # type: ignore[return-value]
-    return torch.compile(ranks.wrap(model))  # type: ignore[return-value]
-
-
 def plan_step(
     config: ViTConfig, recipe: Recipe, precision: Precision, device: torch.device, *, alone: bool
 ) -> ExecutionPlan:
@@ -61,6 +48,16 @@ def plan_step(
         gradient_accumulation=recipe.gradient_accumulation,
         alone=alone,
     )
+
+
+def forward_of(model: nn.Module, execution: ExecutionPlan, ranks: Ranks) -> nn.Module:
+    """Return the module that maps images to logits in a step; its parameters are the model's own."""
+    if execution.path == "eager":
+        return ranks.wrap(model)
+    if execution.path == "fused_training" and isinstance(model, ViT):
+        mode = "reduce-overhead" if execution.graphs else None
+        return torch.compile(FusedTraining(model), mode=mode)  # type: ignore[return-value]
+    return torch.compile(ranks.wrap(model))  # type: ignore[return-value]
 
 
 def reset_compiled(device: torch.device) -> None:
@@ -82,8 +79,8 @@ class StepResult(NamedTuple):
     """Metrics of a step."""
 
     loss: float
-    correct: int
-    """Correct predictions; with mixing, compared with the label of the larger weight."""
+    total: float
+    """The task's training metric, summed over the images: correct predictions."""
     gradient_norm: float
 
 
@@ -92,8 +89,8 @@ class PendingStep(NamedTuple):
 
     number: int
     numbers: Tensor
-    """Losses and correct counts of the micro-batches, summed over all ranks, and the gradient norm. From a GPU this is
-    an asynchronous copy."""
+    """Losses and sums of the training metric of the micro-batches, summed over all ranks, and the gradient norm. From a
+    GPU this is an asynchronous copy."""
     ready: torch.cuda.Event | None
     """Signals that the copy is complete; None if there is nothing to wait for. A plain `.item()` would also wait for
     the next step, which is already queued."""
@@ -116,7 +113,7 @@ class PendingStep(NamedTuple):
         loss = sum(sums[:micro_batches]) / micro_batches / self.processes
         if not (math.isfinite(loss) and (math.isfinite(norm) or self.may_skip)):
             raise Diverged(f"step {self.number}: the loss is {loss}, the gradient norm {norm}")
-        return StepResult(loss, round(sum(sums[micro_batches:])), norm)
+        return StepResult(loss, sum(sums[micro_batches:]), norm)
 
 
 class Stepper(NamedTuple):
@@ -126,8 +123,8 @@ class Stepper(NamedTuple):
     preprocess: Preprocess
     device: torch.device
     precision: Precision
-    weights: Tensor | None
-    """Class weights."""
+    loss: TrainingLoss
+    """The task's."""
     ranks: Ranks
 
     def step(self, state: State, forward: nn.Module, batch: Batch, lr: float) -> StepResult:
@@ -166,23 +163,23 @@ class Stepper(NamedTuple):
         state.optimizer.zero_grad(set_to_none=True)
         attention = REPEATABLE_ATTENTION if self.recipe.deterministic else TRUSTED_ATTENTION
         losses: list[Tensor] = []
-        corrects: list[Tensor] = []
+        totals: list[Tensor] = []
         for index in range(micro_batches):
             # Dropout is seeded by the position in the run, so no random state has to be saved.
             seed_torch(derive_seed(self.recipe.seed, "dropout", number, index, self.ranks.processes.rank))
             micro_batch = batch.micro(index, micro_batches).to(self.device)
             # Includes the backward pass, because gradient checkpointing recomputes attention there.
             with self.ranks.accumulating(forward, last=index == micro_batches - 1), sdpa_kernel(attention):
-                loss, correct = self._forward(forward, micro_batch)
+                loss, total = self._forward(forward, micro_batch)
                 state.scaler.scale(loss / micro_batches).backward()
             losses.append(loss.detach())
-            corrects.append(correct)
+            totals.append(total)
         if state.scaler.is_enabled():
             state.scaler.unscale_(state.optimizer)
         trained = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
         norm = clip_gradients(trained, self.recipe.optimizer.max_grad_norm)
         wide = torch.promote_types(norm.dtype, torch.float32)
-        numbers = torch.stack([number.to(wide) for number in (*losses, *corrects, norm)])
+        numbers = torch.stack([number.to(wide) for number in (*losses, *totals, norm)])
         self.ranks.all_reduce_sum(numbers[:-1])  # the norm is already global
         return numbers
 
@@ -202,68 +199,10 @@ class Stepper(NamedTuple):
         return mix_pixels(pixels, batch.lam, batch.box) if self.mixed else pixels
 
     def _forward(self, forward: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        objective = self.recipe.objective
         pixels = self.pixels(batch)
         with autocast(self.device, self.precision):
-            logits: Tensor = forward(pixels)
-        targets = objectives.targets(batch.labels, logits.shape[-1], objective, batch.lam if self.mixed else None)
-        loss = objectives.loss(logits, targets, objective, self.weights)
-        return loss, (logits.argmax(dim=-1) == targets.argmax(dim=-1)).sum()
-
-
-class PipelinedStep:
-    """Holds a launched step until its metrics are read."""
-
-    def __init__(self) -> None:
-        self.pending: PendingStep | None = None
-        self.batch: Batch | None = None
-        self.lr = self.waited_for = 0.0
-        self.restart()
-
-    def restart(self) -> None:
-        """Start the timer."""
-        self.since, self.idle = time.monotonic(), 0.0
-
-    def waited(self, seconds: float) -> float:
-        """Return how much of a wait for data counts: nothing if the device was busy throughout."""
-        idle = 0.0 if self.pending is not None and self.pending.is_busy() else seconds
-        self.idle += idle
-        return idle
-
-    def put(self, pending: PendingStep, batch: Batch, lr: float, waited: float) -> None:
-        """Store a launched step with its batch and learning rate."""
-        self.pending, self.batch, self.lr, self.waited_for = pending, batch, lr, waited
-
-    def done(self) -> float:
-        """Return the seconds since the previous step finished, without the counted waits for data."""
-        took = time.monotonic() - self.since - self.idle
-        self.pending = self.batch = None
-        self.restart()
-        return max(took, 0.0)
-
-
-@torch.no_grad()
-def first_not_finite(model: nn.Module, stepper: Stepper, batch: Batch) -> str:
-    """Return the name of the first module whose output is not finite for this batch, computed as in a step."""
-    names: list[str] = []
-
-    def watch(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
-        def look(_: nn.Module, __: object, output: object) -> None:
-            if isinstance(output, Tensor) and not output.isfinite().all() and not names:
-                names.append(name)
-
-        return module.register_forward_hook(look)
-
-    handles = [watch(name, module) for name, module in model.named_modules() if name]
-    try:
-        for index in range(stepper.recipe.gradient_accumulation):
-            pixels = stepper.pixels(batch.micro(index, stepper.recipe.gradient_accumulation).to(stepper.device))
-            with autocast(stepper.device, stepper.precision):
-                model(pixels)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return names[0] if names else "none; all outputs were finite, so this step's gradient was not"
+            outputs: Tensor = forward(pixels)
+        return self.loss(outputs, batch.labels, batch.lam if self.mixed else None)
 
 
 def _async_copy(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event]:

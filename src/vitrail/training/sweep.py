@@ -21,8 +21,9 @@ from vitrail.data.sources.source import place_of
 from vitrail.errors import CheckpointError, ConfigError, Diverged
 from vitrail.io import ContentError, read_json
 from vitrail.runtime import choose_device
+from vitrail.tasks.task import Criterion, Task
 from vitrail.text import printable
-from vitrail.training.criterion import COLUMNS, TITLES, Criterion, score, shared_criterion
+from vitrail.training.criterion import score, shared_criterion
 from vitrail.training.finetune_init import opened_pretrained
 from vitrail.training.grid import Trial, combine, plan_trials
 from vitrail.training.recipe import Recipe, default_recipe, read_recipe, unknown_setting
@@ -46,12 +47,10 @@ CANDIDATE = "candidate.json"
 
 @dataclass(frozen=True)
 class Outcome:
-    """Validation metrics of a run's best checkpoint; None if the run diverged."""
+    """Validation metrics of a run's best checkpoint."""
 
-    val_top1: float | None
-    val_loss: float | None
-    val_balanced_accuracy: float | None
-    val_macro_f1: float | None
+    metrics: dict[str, float]
+    """By their keys in the metrics file; empty if the run diverged."""
     best_step: int | None
     steps: int
     seconds: float
@@ -69,7 +68,7 @@ class Candidate:
 
 
 class Spread(NamedTuple):
-    """Validation accuracy of the same settings over several seeds."""
+    """The headline validation metric of the same settings over several seeds."""
 
     values: dict[str, Any]
     """The settings, without the seed."""
@@ -88,13 +87,14 @@ class Sweep:
     chosen: Candidate
     best: Run
     """The run of the selected candidate, evaluated on the test split."""
-    criterion: Criterion
+    task: Task
+    criterion: str
     """The metric that selected the candidate."""
 
     @property
     def seeds(self) -> list[Spread]:
         """Spread over seeds for each combination of the other settings; empty if the seed is not swept."""
-        return _spreads(self.candidates)
+        return _spreads(self.candidates, self.task.headline)
 
 
 @dataclass(frozen=True)
@@ -172,16 +172,18 @@ def sweep(
             keep_recipe(place / trial.folder_name, trial.plan.recipe)  # raises for a different recipe
     with locked(place):
         candidates = _try_all(trials, place, training, len(recipes) - len(trials))
-        criterion = shared_criterion(trial.plan.recipe.resolved_criterion() for trial in trials)
+        task = trials[0].plan.task
+        name = shared_criterion(task, (trial.plan.recipe.resolved_criterion() for trial in trials))
+        criterion = task.criteria[name]
         chosen = _best(candidates, place, criterion)
         training.print(
-            f"{trials[candidates.index(chosen)].title} has the best {TITLES[criterion]} on the validation split"
+            f"{trials[candidates.index(chosen)].title} has the best {criterion.title} on the validation split"
             f"{_tie(candidates, chosen, criterion)}; it is already trained, so only the evaluation on the test split "
             "is left"
         )
         best = training.run(trials[candidates.index(chosen)], chosen.folder, "test")
-        _write(place, candidates, chosen)
-    return Sweep(place, candidates, chosen, best, criterion)
+        _write(place, candidates, task.headline, chosen)
+    return Sweep(place, candidates, chosen, best, task, name)
 
 
 def _default_folder(trials: Sequence[Trial], data: str | Path, pretrained: Bundle | None) -> Path:
@@ -200,14 +202,15 @@ def _try_all(trials: Sequence[Trial], place: Path, training: _Training, dropped:
     if dropped:
         training.print(f"{dropped} {'duplicate is' if dropped == 1 else 'duplicates are'} dropped")
     candidates: list[Candidate] = []
+    headline = trials[0].plan.task.headline
     if not (place / SWEEP).exists():
-        _write(place, candidates)  # marks the folder as a sweep
+        _write(place, candidates, headline)  # marks the folder as a sweep
     for number, trial in enumerate(trials, 1):
         folder = place / trial.folder_name
         outcome = _recorded(folder)
         training.print(f"{number} of {len(trials)}: {trial.title}{' is already finished' if outcome else ''}")
         candidates.append(Candidate(trial.values, folder, outcome or _try(trial, folder, training)))
-        _write(place, candidates)
+        _write(place, candidates, headline)
     return candidates
 
 
@@ -222,20 +225,19 @@ def _try(trial: Trial, folder: Path, training: _Training) -> Outcome:
         raise
     except Diverged as error:
         training.print(str(error))
-        outcome = Outcome(None, None, None, None, None, trial.plan.steps, time.monotonic() - start, str(error))
+        outcome = Outcome({}, None, trial.plan.steps, time.monotonic() - start, str(error))
     else:
-        best = _best_row(folder)
-        spent = time.monotonic() - start
-        reached = (best["val_top1"], best["val_loss"], best["val_balanced_accuracy"], best["val_macro_f1"])
-        outcome = Outcome(*reached, best["step"], trial.plan.steps, spent, None)
+        best = _best_row(folder, trial.plan.task)
+        reached = {name: value for name, value in best.items() if name.startswith("val_")}
+        outcome = Outcome(reached, best["step"], trial.plan.steps, time.monotonic() - start, None)
     write_json(folder / CANDIDATE, asdict(outcome))
     return outcome
 
 
-def _best_row(folder: Path) -> dict[str, Any]:
+def _best_row(folder: Path, task: Task) -> dict[str, Any]:
     """Return the validation row of a finished candidate's best checkpoint."""
     best = best_row(MetricsFile.read(folder))
-    if best is None or not best.keys() >= set(COLUMNS.values()):
+    if best is None or not best.keys() >= {criterion.key for criterion in task.criteria.values()}:
         raise CheckpointError(
             f"{folder / METRICS} is corrupt; delete {folder}, and rerun the same command to train it again"
         )
@@ -263,19 +265,19 @@ def _best(candidates: Sequence[Candidate], place: Path, criterion: Criterion) ->
     done = [candidate for candidate in candidates if candidate.outcome.diverged is None]
     if not done:
         raise Diverged(f"every run of the sweep in {place} diverged; the first: {candidates[0].outcome.diverged}")
-    return max(done, key=lambda candidate: score(asdict(candidate.outcome), criterion))
+    return max(done, key=lambda candidate: score(candidate.outcome.metrics, criterion))
 
 
 def _tie(candidates: Sequence[Candidate], chosen: Candidate, criterion: Criterion) -> str:
     """Mention that the loss broke a tie, if it did."""
-    column = COLUMNS[criterion]
-    equal = sum(getattr(one.outcome, column) == getattr(chosen.outcome, column) for one in candidates) - 1
-    if criterion == "loss" or not equal:
+    values = [one.outcome.metrics.get(criterion.key) for one in candidates]
+    equal = values.count(chosen.outcome.metrics[criterion.key]) - 1
+    if criterion.key == "val_loss" or not equal:
         return ""
     return f" (tied with {equal} {'other' if equal == 1 else 'others'}, and has the lowest loss of them)"
 
 
-def _spreads(candidates: Sequence[Candidate]) -> list[Spread]:
+def _spreads(candidates: Sequence[Candidate], headline: Criterion) -> list[Spread]:
     """Group candidates that differ only in the seed."""
     if not candidates or "seed" not in candidates[0].values:
         return []
@@ -283,8 +285,8 @@ def _spreads(candidates: Sequence[Candidate]) -> list[Spread]:
     for candidate in candidates:
         rest = {key: value for key, value in candidate.values.items() if key != "seed"}
         _, scores = groups.setdefault(json.dumps(rest), (rest, []))
-        if candidate.outcome.val_top1 is not None:
-            scores.append(candidate.outcome.val_top1)
+        if headline.key in candidate.outcome.metrics:
+            scores.append(candidate.outcome.metrics[headline.key])
     return [
         Spread(rest, len(scores), statistics.fmean(scores), min(scores), max(scores))
         for rest, scores in groups.values()
@@ -292,7 +294,7 @@ def _spreads(candidates: Sequence[Candidate]) -> list[Spread]:
     ]
 
 
-def _write(place: Path, candidates: Sequence[Candidate], chosen: Candidate | None = None) -> None:
+def _write(place: Path, candidates: Sequence[Candidate], headline: Criterion, chosen: Candidate | None = None) -> None:
     rows = [{"values": c.values, "folder": c.folder.name, **asdict(c.outcome)} for c in candidates]
-    seeds = [spread._asdict() for spread in _spreads(candidates)]
+    seeds = [spread._asdict() for spread in _spreads(candidates, headline)]
     write_json(place / SWEEP, {"candidates": rows, "best": chosen.folder.name if chosen else None, "seeds": seeds})

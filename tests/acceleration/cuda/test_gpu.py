@@ -5,18 +5,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.metrics import classified
 from tests.support.peers import scramble
 from torch import Tensor
 
 import vitrail
 from vitrail import Bundle, Preprocess, ViT, ViTConfig
-from vitrail.acceleration.cuda.elementwise import to_fp8
-from vitrail.acceleration.cuda.encoder import MATMULS, EncoderPrecision
-from vitrail.acceleration.cuda.matmul import observe, round_correlated
-from vitrail.acceleration.cuda.model import FastModel, calibrate
-from vitrail.acceleration.cuda.training import FusedTraining
+from vitrail.acceleration.accelerate import Accelerated
+from vitrail.acceleration.cuda.fp8.calibration import calibrate
+from vitrail.acceleration.cuda.fp8.quantisation import observe, round_correlated, to_fp8
+from vitrail.acceleration.cuda.graphs import SHAPES, CudaGraphs
+from vitrail.acceleration.cuda.inference.encoder import MATMULS, EncoderPrecision
+from vitrail.acceleration.cuda.inference.model import FastModel
+from vitrail.acceleration.cuda.training.model import FusedTraining
 from vitrail.acceleration.engine import prepare
 from vitrail.data.sources.source import Arrays
+from vitrail.errors import InputError
 from vitrail.evaluation import evaluate_bundle
 from vitrail.inference.features import ComputeOptions, FeatureRequest, gather
 
@@ -67,11 +71,87 @@ def test_exact_gelu_fused_into_a_matmul() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
-def test_graphs_are_bit_identical(batch: int) -> None:
-    model, images, _ = model_and_batch(batch)
-    plain, captured = vitrail.accelerate(model), vitrail.accelerate(model, graphs=True)
+@pytest.mark.parametrize("position", ["learned_1d", "rope_2d"])  # the fused encoder, and autocast
+def test_graphs_are_bit_identical(batch: int, position: str) -> None:
+    model, images, _ = model_and_batch(batch, position=position)
+    captured = vitrail.accelerate(model)
+    plain = Accelerated(captured.model, images.device, graphs=False)
     for inputs in (images, images.flip(0), torch.randn_like(images)):
         assert torch.equal(captured(inputs), plain(inputs))
+    assert captured.graphs is not None
+    assert len(captured.graphs.captured) == 1
+
+
+def test_an_output_is_not_overwritten_by_the_next_call() -> None:
+    model, images, _ = model_and_batch()
+    fast = vitrail.accelerate(model)
+    first = fast(images)
+    kept = first.clone()
+    second = fast(images.flip(0))
+    smaller = fast(images[:3])  # another graph, in the same memory
+    torch.cuda.synchronize()
+    assert torch.equal(first, kept)
+    assert not torch.equal(second, first)
+    assert len({output.data_ptr() for output in (first, second, smaller)}) == 3
+
+
+def test_only_the_first_batch_sizes_are_captured() -> None:
+    model, _, _ = model_and_batch()
+    fast = vitrail.accelerate(model)
+    images = torch.randn(SHAPES + 4, 3, 64, 64, device="cuda")
+    outputs = {count: fast(images[:count]) for count in range(1, SHAPES + 5)}
+    assert fast.graphs is not None
+    assert [key.shape[0] for key in fast.graphs.captured] == list(range(1, SHAPES + 1))
+    for count, expected in outputs.items():
+        assert torch.equal(fast(images[:count]), expected)
+    assert fast(images[:0]).shape == (0, 10)
+
+
+def test_without_memory_for_a_graph_it_runs_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise torch.cuda.OutOfMemoryError("out of memory")
+
+    model, images, _ = model_and_batch()
+    fast = vitrail.accelerate(model)
+    expected = fast(images)
+    monkeypatch.setattr(CudaGraphs, "_capture", fail)
+    small = fast(images[:2])
+    monkeypatch.undo()
+    assert torch.equal(Accelerated(fast.model, images.device, graphs=False)(images[:2]), small)
+    assert torch.equal(fast(images), expected)
+    fast(images[:4])
+    assert fast.graphs is not None
+    assert len(fast.graphs.captured) == 1  # further captures would fail too
+
+
+def test_it_can_be_captured_by_the_caller() -> None:
+    model, images, _ = model_and_batch()
+    fast = vitrail.accelerate(model)
+    expected, graph = fast(images), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = fast(images)
+    graph.replay()
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (torch.zeros(1, 3, 64, 64), "the model is on cuda:0, the images on cpu"),
+        (torch.zeros(1, 3, 64, 32), "takes images of 64×64 pixels, found 64×32"),
+        (torch.zeros(3, 64, 64), "found 3 axes"),
+        ([[0.0]], "expected a tensor of images, found list"),
+    ],
+)
+def test_wrong_images_raise_the_models_error(wrong: Any, message: str) -> None:
+    model, images, _ = model_and_batch()
+    fast = vitrail.accelerate(model)
+    moved = isinstance(wrong, Tensor) and "images on cpu" not in message
+    with pytest.raises(InputError, match=message):
+        fast(wrong.cuda() if moved else wrong)
+    with pytest.raises(InputError, match="expected normalised floating-point images"):
+        fast(images.byte())
+    assert fast(images).isfinite().all()
 
 
 @pytest.mark.skipif(
@@ -141,8 +221,8 @@ def noise(count: int = 70) -> Arrays:
 
 
 def test_evaluation() -> None:
-    exact = evaluate_bundle(named(), noise(), device="cuda", workers=0)
-    result = evaluate_bundle(named(), noise(), device="cuda", precision="bf16", workers=0)
+    exact = classified(evaluate_bundle(named(), noise(), device="cuda", workers=0))
+    result = classified(evaluate_bundle(named(), noise(), device="cuda", precision="bf16", workers=0))
     assert result.loss == pytest.approx(exact.loss, rel=0.02)
 
 
@@ -177,6 +257,7 @@ def test_images_of_any_floating_point_dtype(stem: str, precision: Any) -> None:
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_graphs_are_bit_identical_in_fp8(batch: int) -> None:
     model, images, _ = model_and_batch(batch)
-    plain, captured = (vitrail.accelerate(model, "fp8", calibration=images, graphs=graphs) for graphs in (False, True))
+    captured = vitrail.accelerate(model, "fp8", calibration=images)
+    plain = Accelerated(captured.model, images.device, graphs=False)
     for inputs in (images, images.flip(0)):
         assert torch.equal(captured(inputs), plain(inputs))

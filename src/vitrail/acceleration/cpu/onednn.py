@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.models.blocks import Block, LayerScale, Mlp, gelu_tanh, pooled_token
+from vitrail.acceleration.folding import fold_scale
+from vitrail.models.blocks import Block, Mlp, gelu_tanh, pooled_token
 from vitrail.models.position import TokenPositions
 from vitrail.models.stems import ConvProjection, LinearProjection, patchify
 from vitrail.models.vit import ViT
@@ -70,8 +71,9 @@ class PackedBlock(nn.Module):
         self.block, self.dtype, self.last = block, dtype, last
         self.read = pooled_token(block.config) if last else None
         attention, mlp = block.attn, block.mlp
-        self.proj = _packed(attention.proj, dtype, block.ls1)
-        self.fc2 = _packed(mlp.fc2, dtype, block.ls2)
+        proj = cast("nn.Linear", attention.proj)
+        self.proj = PackedLinear(*fold_scale(proj.weight, proj.bias, block.ls1), dtype)
+        self.fc2 = PackedLinear(*fold_scale(mlp.fc2.weight, mlp.fc2.bias, block.ls2), dtype)
         self.fc1 = PackedLinear(mlp.fc1.weight, mlp.fc1.bias, dtype)
         attention.qkv = PackedLinear(attention.qkv.weight, attention.qkv.bias, dtype)  # type: ignore[assignment]
         block.to(dtype)
@@ -111,16 +113,6 @@ def pack(model: ViT, dtype: torch.dtype) -> ViT:
         PackedBlock(block, dtype, last=number == len(blocks) - 1) for number, block in enumerate(blocks)
     )
     return packed
-
-
-def _packed(layer: nn.Module, dtype: torch.dtype, scale: nn.Module) -> PackedLinear:
-    """Pack a layer, with LayerScale folded in if there is one."""
-    linear = cast("nn.Linear", layer)
-    weight: Tensor = linear.weight
-    bias: Tensor | None = linear.bias
-    if isinstance(scale, LayerScale):
-        weight, bias = weight * scale.gamma[:, None], None if bias is None else bias * scale.gamma
-    return PackedLinear(weight, bias, dtype)
 
 
 def _activate(fc1: PackedLinear, mlp: Mlp, x: Tensor) -> Tensor:

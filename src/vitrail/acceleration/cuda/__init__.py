@@ -1,1 +1,1 @@
-"""The encoder optimised for inference on a CUDA device: bf16 or fp8, with fused kernels."""
+"""Faster inference and training on a CUDA device: bf16 or fp8, with fused kernels."""

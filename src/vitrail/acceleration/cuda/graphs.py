@@ -1,4 +1,8 @@
-"""CUDA graphs: the CPU launches one captured graph instead of every kernel."""
+"""CUDA graphs for inference: the CPU launches one captured graph instead of every kernel.
+
+`CudaGraphs` is the only recorder of models. Training steps are captured by torch.compile ("reduce-overhead", if the
+plan says so), and `data/resident.py`, which knows no models, captures the augmentation of a batch.
+"""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -8,10 +12,10 @@ import torch
 from torch import Tensor
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""Batch sizes that small batches are padded to, so that few graphs serve all of them. Larger batches compute for longer
-than their kernels take to launch, so a graph gains nothing."""
+"""Batch sizes that small batches are padded to, so that few graphs serve all of them. Padding larger batches would cost
+more, and of models from S/16 on, they compute for longer than their kernels take to launch."""
 SHAPES = 8
-"""How many shapes are captured without padding; further shapes run without a graph."""
+"""How many shapes are captured without padding; further shapes run without a graph, since every graph keeps memory."""
 WARM_UPS = 3
 """Calls before a capture, in which kernels are compiled and libraries allocate memory."""
 _capturing = threading.Lock()
@@ -30,9 +34,10 @@ class CudaGraphs:
     """A function of a tensor on a CUDA device, captured as a CUDA graph for each input shape.
 
     The function must treat every row independently, and must not synchronise. With `sizes`, batches are padded to the
-    next of these sizes (the padding rows are arbitrary), and larger batches run without a graph; otherwise every shape
-    is captured. Inputs may be on the CPU; on a CPU device the function is called directly. It is thread-safe: calls are
-    serialised. `keep_alive` are tensors that the graphs read, such as weights.
+    next of these sizes (the padding rows are arbitrary), and larger batches run without a graph; otherwise the first
+    few shapes are captured. Outputs are copies, so the next call does not overwrite them. Inputs may be on the CPU; on
+    a CPU device, and while the caller captures a graph of its own, the function is called directly. It is thread-safe:
+    calls are serialised. `keep_alive` are tensors that the graphs read, such as weights.
     """
 
     def __init__(
@@ -45,6 +50,8 @@ class CudaGraphs:
     ) -> None:
         self.function, self.device, self.sizes = function, device, sizes
         self.captured: dict[_Key, _CapturedGraph] = {}
+        self.most = max(SHAPES, 2 * len(sizes))  # each size in two memory formats
+        """How many graphs are captured at most."""
         # If a parameter moves, the graph still reads its old memory.
         self._keep_alive = [tensor.detach() for tensor in keep_alive]
         self._lock = threading.Lock()
@@ -58,17 +65,25 @@ class CudaGraphs:
     def __call__(self, x: Tensor) -> Tensor:
         """Return the function's output, in memory owned by the caller."""
         rows = self._rows(len(x))
-        if self.device.type != "cuda" or rows is None:
-            return self.function(x.to(self.device, non_blocking=True))
+        if self.device.type != "cuda" or rows is None or torch.cuda.is_current_stream_capturing():
+            return self._run(x)
         last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
         key = _Key((rows, *x.shape[1:]), x.dtype, last)
         with self._lock, torch.cuda.device(self.device):
             graph = self.captured.get(key)
             if graph is None:
-                if not self.sizes and len(self.captured) == SHAPES:
-                    return self.function(x.to(self.device, non_blocking=True))
-                graph = self.captured[key] = self._capture(key, x)
+                if len(self.captured) >= self.most:
+                    return self._run(x)
+                try:
+                    graph = self.captured[key] = self._capture(key, x)
+                except torch.cuda.OutOfMemoryError:  # a graph keeps its memory; without one, the batch may fit
+                    self.most = len(self.captured)
+                    return self._run(x)
             return self._replay(graph, x)
+
+    def _run(self, x: Tensor) -> Tensor:
+        """Call the function without a graph."""
+        return self.function(x.to(self.device, non_blocking=True))
 
     def _rows(self, count: int) -> int | None:
         """Return the padded number of rows; None if no graph is used."""

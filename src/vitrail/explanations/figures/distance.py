@@ -17,12 +17,11 @@ from vitrail.charts.lines import Series, scatter
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import Diverged, InputError
-from vitrail.evaluation import eval_mode
 from vitrail.explanations.attention import iter_attention
 from vitrail.explanations.figures.figure import Absent, Figure
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
-from vitrail.runtime import choose_device
+from vitrail.runtime import choose_device, eval_mode
 
 NAME, TITLE = "distance", "How far each head looks"
 IMAGES = 128

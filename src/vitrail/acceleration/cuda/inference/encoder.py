@@ -16,17 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.acceleration.cuda.elementwise import FP8, Form, activate, norm, quantise
-from vitrail.acceleration.cuda.matmul import (
-    Affine,
-    Fp8Matmul,
-    InputCalibration,
-    InputStatistics,
-    Matmul,
-    WeightScales,
-    fold,
-    observe,
-)
+from vitrail.acceleration.cuda.fp8.matmul import Fp8Matmul, WeightScales
+from vitrail.acceleration.cuda.fp8.quantisation import FP8, InputCalibration, InputStatistics, observe
+from vitrail.acceleration.cuda.inference.elementwise import Form, activate, norm, quantise
+from vitrail.acceleration.cuda.inference.matmul import Matmul
+from vitrail.acceleration.folding import Affine, fold_block
 from vitrail.acceleration.planner import unsupported_by_fused_encoder
 from vitrail.errors import ConfigError
 from vitrail.models.blocks import Block, pooled_token
@@ -116,7 +110,7 @@ class FastBlock(nn.Module):
 
     def __init__(self, block: Block, precision: EncoderPrecision, index: int, shift: Tensor, read: int | None) -> None:
         super().__init__()
-        config, folded = block.config, fold(block)
+        config, folded = block.config, fold_block(block)
         self.index, self.eps, self.exact, self.fused = index, config.norm_eps, precision.exact, precision.fused
         self.heads, self.head_width = config.heads, config.head_width
         self.read = read

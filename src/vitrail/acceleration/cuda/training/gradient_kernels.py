@@ -1,4 +1,4 @@
-"""The gradients of `elementwise.py` as Triton kernels that write and sum over rows in one pass.
+"""The gradients of `gradients.py` as Triton kernels that write and sum over rows in one pass.
 
 Triton comes only with torch's CUDA builds, so this file is imported only for CUDA tensors.
 Axes: M rows, N columns.
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @triton.jit
 def _slope(x):
-    """Compute the derivative of GELU to within 2e-4 (see `elementwise.SLOPE`)."""
+    """Compute the derivative of GELU to within 2e-4 (see `gradients.SLOPE`)."""
     near = tl.minimum(tl.maximum(x, -4.25), 4.25)
     square = near * near
     series = -3.42681235e-11

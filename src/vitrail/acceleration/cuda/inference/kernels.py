@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitrail.acceleration.cuda.elementwise import FP8, Form
+from vitrail.acceleration.cuda.fp8.quantisation import FP8
 
-_FORMS: dict[Form, int] = {"none": 0, "gelu": 1, "gelu_tanh": 2, "quick_gelu": 3, "relu": 4}
-"""Activation codes of the kernels."""
+_FORMS: dict[str, int] = {"none": 0, "gelu": 1, "gelu_tanh": 2, "quick_gelu": 3, "relu": 4}
+"""Codes of the activations (`elementwise.Form`)."""
 
 
 # ── elementwise functions ──
@@ -137,7 +137,7 @@ def norm(
     return out
 
 
-def activate(x: Tensor, form: Form, *, scale: float | None = None) -> Tensor:
+def activate(x: Tensor, form: str, *, scale: float | None = None) -> Tensor:
     """Implement `elementwise.activate`."""
     out = x if scale is None else torch.empty_like(x, dtype=FP8)
     block = 4096
@@ -268,7 +268,7 @@ _tuned: Any = None
 
 
 def multiply(
-    x: Tensor, weight: Tensor, bias: Tensor, form: Form, *, sum_scale: float = 1.0, scale: float | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor, form: str, *, sum_scale: float = 1.0, scale: float | None = None,
     tiling: dict[str, int] | None = None,
 ) -> Tensor:  # fmt: skip
     """Return active(x · weightᵀ · sum_scale + bias): in the bias's dtype, or with `scale` in fp8.

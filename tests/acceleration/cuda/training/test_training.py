@@ -13,16 +13,12 @@ from tests.support.tiny_models import KINDS, bundle, pixels
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitrail.acceleration.cuda.attention import (
-    can_attend,
-    for_training,
-    is_short,
-    short_attention,
-    short_attention_gradient,
-)
-from vitrail.acceleration.cuda.elementwise import gelu_gradient, joined_gradient
-from vitrail.acceleration.cuda.training import FusedTraining, _MixedNorm, _MixedSum
-from vitrail.acceleration.planner import can_checkpoint, unsupported_by_fused_training
+from vitrail.acceleration import planner
+from vitrail.acceleration.cuda.attention import for_training
+from vitrail.acceleration.cuda.training.gradients import gelu_gradient, joined_gradient
+from vitrail.acceleration.cuda.training.model import FusedTraining, _MixedNorm, _MixedSum
+from vitrail.acceleration.cuda.training.short_attention import short_attention, short_attention_gradient
+from vitrail.acceleration.planner import Hardware, can_checkpoint, hardware_of, is_short, unsupported_by_fused_training
 from vitrail.errors import ConfigError, InputError
 from vitrail.models.vit import ViT
 
@@ -352,7 +348,7 @@ def test_every_block_chooses_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None
         return attention(*args, **options)
 
     attention = F.scaled_dot_product_attention
-    monkeypatch.setattr("vitrail.acceleration.cuda.training.for_training", chosen)
+    monkeypatch.setattr("vitrail.acceleration.cuda.training.model.for_training", chosen)
     monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
     model, images, _ = model_and_batch("plain", depth=3)
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
@@ -465,7 +461,7 @@ def test_short_attention_equals_attention(tokens: int, heads: int, width: int) -
 def test_which_attention_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = ((64, 64), (9, 16), (64, 24), (197, 64), (272, 64), (273, 64), (128, 128), (129, 128))
     assert [is_short(*case) for case in cases] == [True, True, False, True, True, False, True, False]
-    monkeypatch.setattr("vitrail.acceleration.cuda.attention.MAX_TOKENS", 64)
+    monkeypatch.setattr("vitrail.acceleration.planner.MAX_SHORT", 64)
     assert [is_short(*case) for case in ((64, 64), (65, 64))] == [True, False]
 
 
@@ -482,16 +478,20 @@ def test_where_short_attention_is_used(
     monkeypatch.setitem(sys.modules, "triton", triton)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert can_attend(torch.device("cuda")) is expected
+    monkeypatch.setattr(planner, "_kernels_run", lambda _: True)
+    assert hardware_of(torch.device("cuda")).short_attention is expected
+    monkeypatch.setattr(planner, "_kernels_run", lambda _: False)
+    assert not hardware_of(torch.device("cuda")).short_attention
+    monkeypatch.setattr(planner, "_kernels_run", lambda _: True)
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert not can_attend(torch.device("cuda"))
-    assert can_attend(torch.device("cpu"))
+    assert not hardware_of(torch.device("cuda")).short_attention
+    assert hardware_of(torch.device("cpu")).short_attention
 
 
 def test_torch_attention_is_used_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitrail.acceleration.cuda.training.can_attend", lambda _: False)
-    monkeypatch.setattr("vitrail.acceleration.cuda.training.is_short", lambda *_: True)
-    monkeypatch.setattr("vitrail.acceleration.cuda.training.short_attention", lambda *_: pytest.fail("was taken"))
+    monkeypatch.setattr("vitrail.acceleration.cuda.training.model.hardware_of", lambda _: Hardware("cuda"))
+    monkeypatch.setattr("vitrail.acceleration.cuda.training.model.is_short", lambda *_: True)
+    monkeypatch.setattr("vitrail.acceleration.cuda.training.model.short_attention", lambda *_: pytest.fail("was taken"))
     model, images, _ = model_and_batch("plain")
     with torch.autocast("cpu", torch.bfloat16):
         FusedTraining(model)(images)
@@ -507,8 +507,8 @@ def test_with_short_attention(kind: str, changes: dict[str, Any], monkeypatch: p
         taken.append(heads)
         return cast("tuple[Tensor, Tensor]", short_attention(qkv, heads))
 
-    monkeypatch.setattr("vitrail.acceleration.cuda.training.is_short", lambda *_: True)
-    monkeypatch.setattr("vitrail.acceleration.cuda.training.short_attention", short)
+    monkeypatch.setattr("vitrail.acceleration.cuda.training.model.is_short", lambda *_: True)
+    monkeypatch.setattr("vitrail.acceleration.cuda.training.model.short_attention", short)
     model, images, labels = model_and_batch(kind, depth=3, **changes)
     with torch.autocast("cpu", torch.bfloat16):
         result = gradients(model, FusedTraining(model), images, labels)
@@ -528,7 +528,7 @@ def test_with_short_attention(kind: str, changes: dict[str, Any], monkeypatch: p
 
 @pytest.mark.slow
 def test_short_attention_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitrail.acceleration.cuda.training.is_short", lambda *_: True)
+    monkeypatch.setattr("vitrail.acceleration.cuda.training.model.is_short", lambda *_: True)
     torch.compiler.reset()
     model, images, labels = model_and_batch("mean_of_all")
     compiled = torch.compile(FusedTraining(model), fullgraph=True, backend="aot_eager")

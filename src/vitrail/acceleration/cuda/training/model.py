@@ -1,14 +1,11 @@
 """The fused forward pass for training on a GPU, to be wrapped by torch.compile.
 
-    W·(γ·x̂ + β) + b  =  (W·γ)·x̂ + (W·β + b)
-
-A norm's γ and β are folded into the following matrix in each step. Their gradients then come from that matrix's
-gradient, instead of a sum over all tokens. If the head reads a single token, the last block computes keys and values of
-all tokens, but everything else for that token only: the other tokens do not affect the loss. All gradients stay the
-same, up to rounding. Patches are projected by a matmul, which is several times faster than a convolution on a GPU. In
-bf16, bias gradients are summed in the kernel that writes the gradient, and GELU's derivative is a polynomial, within
-2e-4 of the exact one. The residual stream is float32, as under autocast: rounding it to bf16 in every block doubled the
-gradient error (benchmarks/lab-gpu.md).
+A norm's γ and β are folded into the following matrix in each step (`folding.py`). If the head reads a single token, the
+last block computes keys and values of all tokens, but everything else for that token only: the other tokens do not
+affect the loss. All gradients stay the same, up to rounding. Patches are projected by a matmul, which is several times
+faster than a convolution on a GPU. In bf16, bias gradients are summed in the kernel that writes the gradient, and
+GELU's derivative is a polynomial, within 2e-4 of the exact one. The residual stream is float32, as under autocast:
+rounding it to bf16 in every block doubled the gradient error (benchmarks/lab-gpu.md).
 """
 
 from collections.abc import Callable
@@ -20,15 +17,11 @@ from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from vitrail.acceleration.cuda.attention import (
-    can_attend,
-    for_training,
-    is_short,
-    short_attention,
-    short_attention_gradient,
-)
-from vitrail.acceleration.cuda.elementwise import gelu_gradient, joined_gradient
-from vitrail.acceleration.planner import unsupported_by_fused_training
+from vitrail.acceleration.cuda.attention import for_training
+from vitrail.acceleration.cuda.training.gradients import gelu_gradient, joined_gradient
+from vitrail.acceleration.cuda.training.short_attention import short_attention, short_attention_gradient
+from vitrail.acceleration.folding import fold_trained_norm
+from vitrail.acceleration.planner import hardware_of, is_short, unsupported_by_fused_training
 from vitrail.errors import ConfigError
 from vitrail.models.blocks import Attention, Block, pooled_token
 from vitrail.models.checks import check_images
@@ -51,7 +44,7 @@ class FusedTraining(nn.Module):
                 "the fused path needs pre-norm blocks without positions inside attention; train the model itself"
             )
         self.model = model
-        self.can_attend = can_attend(next(model.parameters()).device)
+        self.short_attention = hardware_of(next(model.parameters()).device).short_attention
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images (B, C, H, W) to logits (B, classes)."""
@@ -82,20 +75,26 @@ class FusedTraining(nn.Module):
     ) -> Tensor:
         """Run one block, with gradient checkpointing if the model uses it."""
         if self.model.gradient_checkpointing and self.model.training:
-            return cast("Tensor", checkpoint(function, block, tokens, places, self.can_attend, use_reentrant=False))
-        return function(block, tokens, places, self.can_attend)
+            return cast(
+                "Tensor", checkpoint(function, block, tokens, places, self.short_attention, use_reentrant=False)
+            )
+        return function(block, tokens, places, self.short_attention)
 
 
 # ── a block ──
 
 
-def _all_tokens(block: Block, x: Tensor, places: TokenPositions, can_attend: bool) -> Tensor:
-    """Map (B, T, D) to (B, T, D); `can_attend` enables the short-attention kernel."""
+def _all_tokens(block: Block, x: Tensor, places: TokenPositions, can_be_short: bool) -> Tensor:
+    """Map (B, T, D) to (B, T, D); `can_be_short` enables the short-attention kernels."""
     x = block.add_position(x, places)
-    attention, normed, (weight, bias) = block.attn, _normed(x, block.norm1), _folded(block.norm1, block.attn.qkv)
+    attention, normed, (weight, bias) = (
+        block.attn,
+        _normed(x, block.norm1),
+        fold_trained_norm(block.norm1, block.attn.qkv),
+    )
     if normed.dtype != torch.bfloat16:
         query, key, value = F.linear(normed, weight, bias).chunk(3, dim=-1)
-    elif can_attend and _is_plain(attention) and is_short(x.shape[1], attention.head_width):
+    elif can_be_short and _is_plain(attention) and is_short(x.shape[1], attention.head_width):
         attended = _ShortAttention.apply(normed, weight.to(normed.dtype), bias, attention.heads)  # type: ignore[no-untyped-call]
         return _add_branches(block, x, attention.proj_drop(attention.proj(attended)))
     else:
@@ -108,7 +107,7 @@ def _one_token(block: Block, x: Tensor, places: TokenPositions, _: bool) -> Tens
     x = block.add_position(x, places)
     read = pooled_token(block.config) or 0  # looked up each time: a model can be resized
     here, inner = slice(read, read + 1), block.attn.heads * block.attn.head_width
-    normed, (weight, bias) = _normed(x, block.norm1), _folded(block.norm1, block.attn.qkv)
+    normed, (weight, bias) = _normed(x, block.norm1), fold_trained_norm(block.norm1, block.attn.qkv)
     query = F.linear(normed[:, here], weight[:inner], bias[:inner])
     key, value = F.linear(normed, weight[inner:], bias[inner:]).chunk(2, dim=-1)
     return _add_branches(block, x[:, here], _attend(block, query, key, value))
@@ -140,7 +139,7 @@ def _add_branches(block: Block, x: Tensor, attended: Tensor) -> Tensor:
     """Add the attention branch, then the MLP branch."""
     mlp = block.mlp
     x = _sum(x, block.drop_path(block.ls1(attended)))
-    normed, (weight, bias) = _normed(x, block.norm2), _folded(block.norm2, mlp.fc1)
+    normed, (weight, bias) = _normed(x, block.norm2), fold_trained_norm(block.norm2, mlp.fc1)
     if normed.dtype == torch.bfloat16 and mlp.activation is F.gelu:
         hidden = _Hidden.apply(normed, weight.to(normed.dtype), bias)  # type: ignore[no-untyped-call]
     else:
@@ -170,13 +169,6 @@ def _is_mixed(x: Tensor) -> bool:
 def _matmul_dtype(x: Tensor) -> torch.dtype:
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
-def _folded(norm: nn.LayerNorm, linear: nn.Linear) -> tuple[Tensor, Tensor]:
-    """Return the weight and bias of a layer with the norm's γ and β folded in."""
-    # As multiply and sum, which autocast leaves in float32, and which fuses with reading the matrix.
-    bias = (linear.weight * norm.bias).sum(dim=1)
-    return linear.weight * norm.weight, bias if linear.bias is None else bias + linear.bias
 
 
 # ── autograd functions for bf16 ──

@@ -10,11 +10,13 @@ from tests.support.peers import relative_error
 from tests.support.tiny_models import KINDS, bundle, pixels
 from torch import Tensor
 
-from vitrail.acceleration.cuda.elementwise import FP8_MAX, to_fp8
-from vitrail.acceleration.cuda.encoder import LOW, MATMULS, EncoderPrecision, FastBlock
-from vitrail.acceleration.cuda.graphs import SIZES, CudaGraphs
-from vitrail.acceleration.cuda.matmul import Affine, Fp8Matmul, InputCalibration, Matmul
-from vitrail.acceleration.cuda.model import MARGIN, FastModel, calibrate
+from vitrail.acceleration.cuda.fp8.calibration import MARGIN, calibrate
+from vitrail.acceleration.cuda.fp8.matmul import Fp8Matmul
+from vitrail.acceleration.cuda.fp8.quantisation import FP8_MAX, InputCalibration, to_fp8
+from vitrail.acceleration.cuda.inference.encoder import LOW, MATMULS, EncoderPrecision, FastBlock
+from vitrail.acceleration.cuda.inference.matmul import Matmul
+from vitrail.acceleration.cuda.inference.model import FastModel
+from vitrail.acceleration.folding import Affine
 from vitrail.acceleration.planner import unsupported_by_fp8, unsupported_by_fused_encoder
 from vitrail.errors import ConfigError, InputError
 from vitrail.models.vit import ViT
@@ -182,21 +184,6 @@ def test_wrong_images_raise_the_models_error() -> None:
     model, images = model_and_images("plain", torch.float32)
     with pytest.raises(InputError, match="this model takes images of 16×32 pixels, found 16×16"):
         outputs(FastModel(model, EncoderPrecision()), images[..., :16])
-
-
-@pytest.mark.parametrize("sizes", [(), SIZES])
-def test_on_a_cpu_the_function_is_called_without_a_graph(sizes: tuple[int, ...]) -> None:
-    graphs = CudaGraphs(lambda x: x + 1, torch.device("cpu"), sizes=sizes)
-    for count in (0, 2, 65):
-        assert torch.equal(graphs(torch.zeros(count)), torch.ones(count))
-    assert not graphs.captured
-
-
-@pytest.mark.parametrize(("count", "rows"), [(1, 1), (3, 4), (33, 64), (64, 64), (65, None), (0, None)])
-def test_small_batches_are_padded_and_large_ones_not_captured(count: int, rows: int | None) -> None:
-    cpu = torch.device("cpu")
-    assert CudaGraphs(torch.relu, cpu, sizes=SIZES)._rows(count) == rows
-    assert CudaGraphs(torch.relu, cpu)._rows(count) == (count or None)
 
 
 # ── fp8 ──

@@ -1,4 +1,4 @@
-"""Short attention as Triton kernels: one program per head and image (`attention.py`).
+"""Short attention as Triton kernels: one program per head and image (`short_attention.py`).
 
 Triton comes only with torch's CUDA builds, so this file is imported only for CUDA tensors. Axes: T tokens, D head
 width. T is a compile-time constant, so that full blocks are read without a mask. Loops have `disable_licm`: hoisted
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitrail.acceleration.cuda.attention import SUPPORTED_TOKENS
+from vitrail.acceleration.planner import SHORT_BY_HEAD_WIDTH
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 BLOCK = tl.constexpr(64)
@@ -242,7 +242,7 @@ def _attend_gradient(
 
 
 def short_attention(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Implement `attention.short_attention`."""
+    """Implement `short_attention.short_attention`."""
     B, T, qkv, width = *qkv.shape[:2], qkv.contiguous(), qkv.shape[2] // 3 // heads
     _check(T, width)
     output, lse = qkv.new_empty(B, T, heads * width), qkv.new_empty(B, heads, T, dtype=torch.float32)
@@ -259,7 +259,7 @@ def short_attention(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 def short_attention_gradient(
     gradient: Tensor, qkv: Tensor, output: Tensor, lse: Tensor, heads: int
 ) -> tuple[Tensor, Tensor]:
-    """Implement `attention.short_attention_gradient`."""
+    """Implement `short_attention.short_attention_gradient`."""
     B, T, qkv, width = *qkv.shape[:2], qkv.contiguous(), qkv.shape[2] // 3 // heads
     _check(T, width)
     full, left = divmod(T, 64)
@@ -280,12 +280,12 @@ def short_attention_gradient(
 
 
 def _check(tokens: int, width: int) -> None:
-    if tokens > SUPPORTED_TOKENS.get(width, 0):
+    if tokens > SHORT_BY_HEAD_WIDTH.get(width, 0):
         raise ValueError(f"these kernels do not support {tokens} tokens with heads of width {width}")
 
 
 def _check_compiled(kernel: Any) -> None:
-    """Raise if a kernel spills registers (`is_short`); an interpreted one is not compiled."""
+    """Raise if a kernel spills registers (`planner.is_short`); an interpreted one is not compiled."""
     if getattr(kernel, "n_spills", 0):
         raise RuntimeError(
             "the attention kernels spill registers with this version of Triton, so gradients may be wrong"

@@ -1,7 +1,6 @@
-"""A model with the fast encoder, and its calibration on sample images for fp8."""
+"""A model with the fast encoder."""
 
 import copy
-from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -9,10 +8,9 @@ from torch import Tensor, nn
 
 from vitrail.acceleration.casting import cast_matrices
 from vitrail.acceleration.cuda.attention import preferred_attention
-from vitrail.acceleration.cuda.elementwise import FP8_MAX, add_table, cut_patches
-from vitrail.acceleration.cuda.encoder import LOW, SPARED, EncoderPrecision, FastEncoder
-from vitrail.acceleration.cuda.matmul import InputCalibration, InputStatistics, affine
-from vitrail.errors import InputError
+from vitrail.acceleration.cuda.inference.elementwise import add_table, cut_patches
+from vitrail.acceleration.cuda.inference.encoder import EncoderPrecision, FastEncoder
+from vitrail.acceleration.folding import affine
 from vitrail.models.checks import check_images
 from vitrail.models.vit import Features, ViT
 
@@ -39,27 +37,28 @@ class FastModel(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Return the model's output."""
         tokens = self.encode(images)
-        with self._casting(images):
+        with self._casting():
             # Not `classify`, which also returns the weights of the pool `map`, and computes it differently.
             return self.around._classify(tokens)
 
     def features(self, images: Tensor) -> Features:
         """Return `ViT.features` for the encoder's layers and tokens."""
         tokens = self.encode(images)
-        with self._casting(images):
+        with self._casting():
             tokens = self.around.norm(tokens)
             return Features(self.around._pool(tokens), tokens)
 
     def encode(self, images: Tensor) -> Tensor:
         """Return the tokens after the last block: all, (B, T, D), or the one the head reads, (B, 1, D)."""
-        with self._casting(images):
+        with self._casting():
             tokens = self._tokens(images)
         # Disable the caller's autocast, which would change the accumulation dtypes.
         with torch.autocast(images.device.type, enabled=False), preferred_attention(images.device.type):
             return cast("Tensor", self.encoder(tokens))
 
-    def _casting(self, images: Tensor) -> torch.autocast:
-        return torch.autocast(images.device.type, self.dtype, enabled=self.dtype in (torch.bfloat16, torch.float16))
+    def _casting(self) -> torch.autocast:
+        device = next(self.around.parameters()).device.type  # not of the images, which are checked later
+        return torch.autocast(device, self.dtype, enabled=self.dtype in (torch.bfloat16, torch.float16))
 
     def _tokens(self, images: Tensor) -> Tensor:
         if self.stem is None:
@@ -108,44 +107,3 @@ def _constant_tokens(around: ViT) -> Tensor:
     weight = next(exact.parameters())
     with torch.autocast(weight.device.type, enabled=False):
         return exact.embed(weight.new_zeros(1, exact.config.channels, *exact.config.image_size))[0][0]
-
-
-# ── calibration ──
-
-BATCH = 64
-"""Images per forward pass."""
-MARGIN = 1.25
-"""How far a value may exceed the calibrated maximum before it saturates."""
-
-
-@torch.inference_mode()
-def calibrate(
-    model: ViT, images: Tensor | Iterable[Tensor], *, low: frozenset[str] = LOW, spared: int = SPARED
-) -> dict[str, InputCalibration]:
-    """Return the calibration of each matmul's input: `{"0.qkv": …}`.
-
-    `images` is a normalised batch (B, C, H, W), or several, similar to those in use. A thousand images are enough. With
-    few, scales may be too small, and weights are rounded almost to nearest. `low` and `spared` must match the
-    `EncoderPrecision` it is used with.
-    """
-    like = next(model.parameters())
-    observed = FastModel(model, EncoderPrecision(torch.bfloat16 if like.is_cuda else like.dtype, exact=True))
-    statistics: dict[str, InputStatistics] = {}
-    observed.encoder.observe(statistics, low, spared)
-    for batch in (images,) if isinstance(images, Tensor) else images:
-        for chunk in batch.split(BATCH) if len(batch) else ():
-            observed(chunk.to(like.dtype) if chunk.is_floating_point() else chunk)  # the model rejects other dtypes
-    if not statistics:
-        raise InputError("no images to calibrate fp8; pass a batch of normalised images")
-    for name, observation in statistics.items():
-        value = float(observation.largest)
-        if not 0 < value < float("inf"):
-            raise InputError(f"the input of {name} has maximum {value}, which cannot be scaled to fp8; use bf16")
-    scales = {name: float(observation.largest) * MARGIN / FP8_MAX for name, observation in statistics.items()}
-    return {name: InputCalibration(scale, _correlation(statistics.pop(name))) for name, scale in scales.items()}
-
-
-def _correlation(observation: InputStatistics) -> Tensor | None:
-    """Return the damped correlation of the inputs on the CPU; the matrices of all matmuls may not fit on the device."""
-    correlation = observation.damped()
-    return None if correlation is None else correlation.cpu()

@@ -4,7 +4,6 @@ Triton is a dependency of the tests only, on Linux: torch brings it along where 
 """
 
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +11,13 @@ from tests.support.peers import relative_error
 from tests.support.tiny_models import KINDS, bundle, pixels
 from torch import Tensor
 
-from vitrail.acceleration.cuda import attention, elementwise, encoder, matmul, model
-from vitrail.acceleration.cuda.elementwise import FP8, FP8_MAX, Form
-from vitrail.acceleration.cuda.encoder import EncoderPrecision
-from vitrail.acceleration.cuda.model import FastModel, calibrate
+from vitrail.acceleration.cuda.fp8 import matmul as fp8_matmul
+from vitrail.acceleration.cuda.fp8.calibration import calibrate
+from vitrail.acceleration.cuda.fp8.quantisation import FP8, FP8_MAX, to_fp8
+from vitrail.acceleration.cuda.inference import elementwise, encoder, matmul, model
+from vitrail.acceleration.cuda.inference.elementwise import Form
+from vitrail.acceleration.cuda.inference.encoder import EncoderPrecision
+from vitrail.acceleration.cuda.inference.model import FastModel
 from vitrail.acceleration.planner import unsupported_by_fused_encoder
 
 ON_GPU = torch.cuda.is_available()
@@ -24,7 +26,7 @@ if not ON_GPU:
     # Read when a kernel is defined, so set before the import.
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="Triton is not available on this system")
-from vitrail.acceleration.cuda import gradient_kernels, kernels, short_attention_kernels  # noqa: E402
+from vitrail.acceleration.cuda.inference import kernels  # noqa: E402
 
 # The kernels rely on exp overflowing to infinity; NumPy, which interprets them, warns about it.
 pytestmark = [
@@ -174,12 +176,12 @@ def test_multiply(form: Form, size: tuple[int, int, int]) -> None:
     expected = elementwise.activate(x.double() @ weight.double().t() + bias.double(), form)
     assert relative_error(actual.cpu().double(), expected) < TOLERANCE[dtype]
     low = kernels.multiply(x.to(DEVICE), weight.to(DEVICE), bias.to(DEVICE), form, scale=0.1, tiling=tiling)
-    assert same_but_for_one_step(low, elementwise.to_fp8(expected.float(), 0.1))
+    assert same_but_for_one_step(low, to_fp8(expected.float(), 0.1))
 
 
 def take_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the fast encoder call the kernels, as on a GPU, for everything except matmuls."""
-    for module in (encoder, matmul):
+    for module in (encoder, matmul, fp8_matmul):
         monkeypatch.setattr(module, "activate", kernels.activate)
     monkeypatch.setattr(encoder, "norm", kernels.norm)
     monkeypatch.setattr(model, "cut_patches", kernels.cut_patches)
@@ -222,7 +224,7 @@ def test_the_encoder_with_the_kernels(pool: str, low: bool, monkeypatch: pytest.
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter cannot multiply fp8")
 def test_multiply_fp8() -> None:
-    x, weight = elementwise.to_fp8(rows(40, 64), 0.1), elementwise.to_fp8(rows(48, 64, seed=1), 0.1)
+    x, weight = to_fp8(rows(40, 64), 0.1), to_fp8(rows(48, 64, seed=1), 0.1)
     bias = rows(1, 48, torch.bfloat16, 2)[0]
     actual = kernels.multiply(
         x.to(DEVICE), weight.to(DEVICE), bias.to(DEVICE), "gelu", sum_scale=0.001,
@@ -230,107 +232,3 @@ def test_multiply_fp8() -> None:
     )  # fmt: skip
     expected = elementwise.activate(x.double() @ weight.double().t() * 0.001 + bias.double(), "gelu")
     assert relative_error(actual.cpu().double(), expected) < TOLERANCE[torch.bfloat16]
-
-
-@pytest.mark.parametrize("size", [*SIZES, (2000, 40)], ids=str)
-def test_gradient_of_gelu_and_its_sum(size: tuple[int, int]) -> None:
-    gradient, x = rows(*size, seed=1), rows(*size)
-    expected, expected_sum = elementwise.gelu_gradient(gradient, x)
-    actual, actual_sum = gradient_kernels.gelu_gradient(gradient.to(DEVICE), x.to(DEVICE))
-    # The terms of the polynomial cancel, which amplifies rounding: a GPU uses fused multiply-add.
-    assert ((actual.cpu() - expected).abs() <= gradient.abs() * (2e-4 if ON_GPU else 1e-5) + 1e-5).all()
-    assert torch.allclose(actual_sum.cpu(), actual.cpu().sum(dim=0), rtol=1e-4, atol=1e-3)
-    assert actual_sum.shape == expected_sum.shape
-
-
-@pytest.mark.parametrize("size", [*SIZES, (2000, 40)], ids=str)
-def test_concatenated_gradients(size: tuple[int, int]) -> None:
-    parts = [rows(*size, seed=number) for number in range(3)]
-    expected, expected_sum = elementwise.joined_gradient(*parts)
-    actual, actual_sum = gradient_kernels.joined_gradient(*(part.to(DEVICE) for part in parts))
-    assert torch.equal(actual.cpu(), expected)
-    assert torch.allclose(actual_sum.cpu(), expected_sum, rtol=1e-5, atol=1e-3)
-
-
-FEW = [
-    *((64, 3, 64), (1, 1, 16), (5, 2, 32), (50, 2, 64), (65, 1, 16), (70, 1, 128)),
-    *((128, 1, 32), (160, 1, 64), (196, 1, 64), (197, 2, 64), (240, 1, 64), (257, 1, 64), (272, 1, 64)),
-]
-if ON_GPU:  # each is compiled separately, and may be miscompiled
-    FEW += [(tokens, 2, 64) for tokens in (2, 17, 33, 49, 80, 81, 96, 101, 113, 129, 144, 145, 150, 161, 170, 177, 192)]
-    FEW += [(tokens, 2, 64) for tokens in (193, 201, 208, 209, 224, 225, 250, 256, 258, 265)]
-    FEW += [(64, 2, 16), (128, 2, 16), (97, 2, 32), (64, 2, 128), (65, 2, 128), (128, 2, 128)]
-    FEW += [*((197, heads, 64) for heads in (3, 6, 12, 16)), (257, 16, 64), (64, 6, 64), (64, 12, 64), (50, 12, 64)]
-
-
-# The interpreter cannot multiply bf16 matrices.
-@pytest.mark.parametrize("dtype", TOLERANCE if ON_GPU else [torch.float32], ids=str)
-@pytest.mark.parametrize(("tokens", "heads", "width"), FEW)
-def test_short_attention(tokens: int, heads: int, width: int, dtype: torch.dtype) -> None:
-    if ON_GPU and dtype == torch.float32 and tokens * width > 64 * 64:
-        pytest.skip("float32 is not used in training, and this size may exceed an SM's shared memory")
-    if ON_GPU and not attention.can_attend(DEVICE):
-        pytest.skip("these kernels are verified only on some GPUs and versions of Triton")
-    generator = torch.Generator().manual_seed(0)
-    images = 128 if ON_GPU else 3  # enough to keep all SMs busy
-    qkv = torch.randn(images, tokens, 3 * heads * width, generator=generator).to(dtype)
-    gradient = torch.randn(images, tokens, heads * width, generator=generator).to(dtype)
-    # A GPU multiplies float32 in TF32, which has 11 bits; in bf16 both sides round the weights, and more.
-    tolerance = 5 * (2**-10 if ON_GPU and dtype == torch.float32 else TOLERANCE[dtype])
-    seen, lse = short_attention_kernels.short_attention(qkv.to(DEVICE), heads)
-    assert (seen.dtype, lse.dtype) == (dtype, torch.float32)
-    expected_seen, expected_totals = attention.short_attention(qkv, heads)
-    assert relative_error(seen.cpu().float(), expected_seen.float()) < tolerance
-    assert relative_error(lse.cpu(), expected_totals) < tolerance
-    actual, summed = short_attention_kernels.short_attention_gradient(
-        gradient.to(DEVICE), qkv.to(DEVICE), seen, lse, heads
-    )
-    again = short_attention_kernels.short_attention_gradient(gradient.to(DEVICE), qkv.to(DEVICE), seen, lse, heads)
-    assert torch.equal(again[0], actual)
-    target, expected_sum = attention.short_attention_gradient(gradient, qkv, expected_seen, expected_totals, heads)
-    parts = zip(actual.cpu().chunk(3, dim=-1), target.chunk(3, dim=-1), strict=True)
-    for number, (part, expected) in enumerate(parts):
-        if tokens == 1 and number < 2:  # a single token attends only to itself, so query and key have no gradient
-            assert part.abs().max() < (0.05 if dtype == torch.bfloat16 else 1e-2 if ON_GPU else 1e-5)
-        else:
-            assert relative_error(part.float(), expected.float()) < tolerance
-    assert summed.dtype == torch.float32
-    atol = 1e-2 if ON_GPU else 1e-3  # with many more images
-    assert torch.allclose(summed.cpu(), actual.cpu().float().sum(dim=(0, 1)), rtol=1e-4, atol=atol)
-    assert expected_sum.shape == summed.shape
-
-
-def test_a_kernel_that_spills_is_refused() -> None:
-    short_attention_kernels._check_compiled(SimpleNamespace(n_spills=0))
-    with pytest.raises(RuntimeError, match="gradients may be wrong"):
-        short_attention_kernels._check_compiled(SimpleNamespace(n_spills=3))
-
-
-def test_too_many_tokens_are_refused() -> None:
-    qkv = torch.randn(1, 273, 3 * 64)
-    with pytest.raises(ValueError, match="273 tokens"):
-        short_attention_kernels.short_attention(qkv.to(DEVICE), 1)
-    with pytest.raises(ValueError, match="heads of width 24"):
-        short_attention_kernels.short_attention_gradient(qkv, qkv[:, :3, :72].to(DEVICE), qkv, qkv, 1)
-
-
-def test_short_attention_equals_attention() -> None:
-    """In float32, compared with torch's attention and autograd, with peaked weights."""
-    if ON_GPU and not attention.can_attend(DEVICE):
-        pytest.skip("these kernels are verified only on some GPUs and versions of Triton")
-    heads, width, tokens = 2, 64, 50 if ON_GPU else 197  # limited by shared memory in float32
-    generator = torch.Generator().manual_seed(0)
-    qkv = torch.randn(1, tokens, 3 * heads * width, generator=generator)
-    qkv[:, ::7] *= 3
-    gradient = torch.randn(1, tokens, heads * width, generator=generator)
-    seen, lse = short_attention_kernels.short_attention(qkv.to(DEVICE), heads)
-    actual, _ = short_attention_kernels.short_attention_gradient(gradient.to(DEVICE), qkv.to(DEVICE), seen, lse, heads)
-    inputs = qkv.requires_grad_()
-    query, key, value = inputs.unflatten(-1, (3, heads, width)).permute(2, 0, 3, 1, 4)
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-    expected.backward(gradient)
-    # Scores reach 40, and their absolute error is the relative error of the weights: with TF32's 11 bits, or with 24.
-    tolerance = 2**-5 if ON_GPU else 1e-5
-    assert relative_error(seen.cpu(), expected.detach()) < tolerance
-    for part, target in zip(actual.cpu().chunk(3, dim=-1), inputs.grad.chunk(3, dim=-1), strict=True):
-        assert relative_error(part, target) < tolerance

@@ -6,11 +6,11 @@ from tests.support.peers import relative_error
 from tests.support.tiny_models import bundle
 from torch import Tensor
 
-from vitrail.acceleration.cuda import matmul, model
-from vitrail.acceleration.cuda.elementwise import FP8, FP8_MAX, to_fp8
-from vitrail.acceleration.cuda.encoder import SPARED, EncoderPrecision
-from vitrail.acceleration.cuda.matmul import InputCalibration, observe, round_correlated
-from vitrail.acceleration.cuda.model import FastModel, calibrate
+from vitrail.acceleration.cuda.fp8 import calibration, quantisation
+from vitrail.acceleration.cuda.fp8.calibration import calibrate
+from vitrail.acceleration.cuda.fp8.quantisation import FP8, FP8_MAX, InputCalibration, observe, round_correlated, to_fp8
+from vitrail.acceleration.cuda.inference.encoder import SPARED, EncoderPrecision
+from vitrail.acceleration.cuda.inference.model import FastModel
 
 
 def correlated(rows: int, inputs: int, seed: int, kinds: int = 6) -> Tensor:
@@ -71,7 +71,7 @@ def test_an_input_that_is_always_zero() -> None:
 
 def test_each_step_is_optimal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compared with the definition: after each input, the others minimise the remaining error."""
-    monkeypatch.setattr(matmul, "INPUT_BLOCK", 8)
+    monkeypatch.setattr(quantisation, "INPUT_BLOCK", 8)
     weight, correlation = matrix(10, 21, 3).double(), correlation_of(correlated(500, 21, 3)).double()
     left, expected = weight.clone(), torch.zeros_like(weight)
     order = correlation.diagonal().argsort(descending=True).tolist()
@@ -86,7 +86,7 @@ def test_each_step_is_optimal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_statistics_accumulate_over_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     x = correlated(100, 16, 0)
     whole = observe(x, None)
-    monkeypatch.setattr(matmul, "ROW_CHUNK", 7)
+    monkeypatch.setattr(quantisation, "ROW_CHUNK", 7)
     parts = None
     for part in x.bfloat16().split(30):
         parts = observe(part, parts)
@@ -125,7 +125,7 @@ def test_several_batches_equal_a_larger_one(monkeypatch: pytest.MonkeyPatch) -> 
     made = bundle("plain", width=32, heads=2, depth=3)
     images = torch.randn(7, 3, *made.preprocess.size)
     whole = calibrate(made.model, images)
-    monkeypatch.setattr(model, "BATCH", 2)
+    monkeypatch.setattr(calibration, "BATCH", 2)
     for parts in (calibrate(made.model, images), calibrate(made.model, iter(images.split(3)))):
         for name, seen in whole.items():
             assert parts[name].scale == pytest.approx(seen.scale, rel=1e-5)

@@ -1,0 +1,1 @@
+"""fp8 matmuls of the encoder, and their calibration."""

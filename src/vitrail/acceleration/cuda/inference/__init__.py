@@ -1,0 +1,1 @@
+"""The fused encoder for inference: as few kernels as possible."""

@@ -1,0 +1,1 @@
+"""The fused forward and backward pass for training."""

@@ -1,0 +1,90 @@
+"""`bench`: the throughput and latency of a model on this machine."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, get_args
+
+import torch
+
+from vitrail.acceleration.bench import BATCHES, Cell, Skipped, run_benchmark
+from vitrail.acceleration.engine import Kind
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.load import ready_bundle
+from vitrail.errors import ConfigError, suggest
+from vitrail.inference.plans import benchmark_plans
+from vitrail.runtime import OnPlan, OnProgress, Precision, choose_device, on_stage
+
+Word = TypeVar("Word", bound=str)
+
+
+class Benchmark(NamedTuple):
+    """The speed of a model in every engine, precision and batch size that was measured."""
+
+    device: str
+    """The name of the GPU, or "cpu"."""
+    threads: int
+    """Number of CPU threads that torch uses."""
+    torch: str
+    """The version of torch."""
+    seconds: float
+    """Seconds measured per cell."""
+    cells: list[Cell]
+    skipped: list[Skipped]
+    """What was not measured, and why."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the results as JSON-compatible values."""
+        return {
+            **self._asdict(),
+            "cells": [cell._asdict() for cell in self.cells],
+            "skipped": [left._asdict() for left in self.skipped],
+        }
+
+
+def bench(
+    model: Bundle | str | Path,
+    *,
+    engines: Sequence[str] | None = None,
+    precisions: Sequence[str] | None = None,
+    batches: Sequence[int] = BATCHES,
+    seconds: float = 2.0,
+    device: str = "auto",
+    overrides: Mapping[str, Any] | None = None,
+    keys: str | Path | None = None,
+    on_progress: OnProgress | None = None,
+    on_plan: OnPlan | None = None,
+) -> Benchmark:
+    """Measure the throughput and latency of a model on random images, per engine, precision and batch size.
+
+    By default `engines` are torch, onnx and openvino, and `precisions` all that a device usually supports. What cannot
+    run is listed in `skipped`. `seconds` is the time per cell. `on_plan` is called once per precision of torch.
+    """
+    kinds = _selected(engines, get_args(Kind), "engine")
+    place = choose_device(device)
+    usual: tuple[Precision, ...] = ("float32", "bf16", "fp16") if place.type == "cuda" else ("float32", "bf16")
+    chosen = _selected(precisions, get_args(Precision), "precision") if precisions else usual
+    opened = ready_bundle(model, overrides=overrides, keys=keys)
+    opened.announce()
+    if on_plan is not None and "torch" in kinds:
+        for line in benchmark_plans(opened.model.config, place, chosen):
+            on_plan(line)
+    result = run_benchmark(
+        opened.model,
+        opened.preprocess,
+        device=place,
+        engines=kinds,
+        precisions=chosen,
+        batches=batches,
+        seconds=seconds,
+        on_progress=on_stage(on_progress, "measuring"),
+    )
+    name = torch.cuda.get_device_name(place) if place.type == "cuda" else str(place)
+    return Benchmark(name, torch.get_num_threads(), torch.__version__, seconds, *result)
+
+
+def _selected(words: Sequence[str] | None, valid: tuple[Word, ...], what: str) -> list[Word]:
+    """Return the requested values, or all of them; raise on an unknown one."""
+    for word in words or ():
+        if word not in valid:
+            raise ConfigError(f"no {what} is called {word!r}; there are {', '.join(valid)}{suggest(word, valid)}")
+    return [word for word in valid if not words or word in words]

@@ -1,0 +1,208 @@
+"""`predict`: the predictions for any images, in memory or in a file."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, overload
+
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.load import ready_bundle
+from vitrail.data.inputs import ImageInput, Item, is_one, item_of, name_of, no_image
+from vitrail.errors import ConfigError, DataError, VitrailError
+from vitrail.inference.classifier import BATCH, Predictor, check_counts, check_precision
+from vitrail.inference.plans import engine_plan
+from vitrail.inference.predict import SAMPLE, Summary, predict_files, resolve_precision
+from vitrail.inference.writing import PredictionRow, Sink
+from vitrail.runtime import OnPlan, OnProgress, choose_device, on_stage
+from vitrail.tasks.lookup import task_of
+from vitrail.tasks.task import Prediction
+
+Paths = str | os.PathLike[str]
+STDOUT = "-"
+
+
+@overload
+def predict(
+    model: Bundle | str | Path,
+    images: ImageInput | Iterable[ImageInput],
+    *,
+    top: int = 5,
+    output: None = None,
+    format: None = None,
+    batch: int = BATCH,
+    workers: int | None = None,
+    device: str = "auto",
+    engine: str = "torch",
+    precision: str = "float32",
+    overrides: Mapping[str, Any] | None = None,
+    keys: str | Path | None = None,
+    null: bool = False,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_progress: OnProgress | None = None,
+    on_plan: OnPlan | None = None,
+) -> list[Prediction]: ...
+
+
+@overload
+def predict(
+    model: Bundle | str | Path,
+    images: Paths | Iterable[Paths],
+    *,
+    top: int = 5,
+    output: str | Path,
+    format: str | None = None,
+    batch: int = BATCH,
+    workers: int | None = None,
+    device: str = "auto",
+    engine: str = "torch",
+    precision: str = "float32",
+    overrides: Mapping[str, Any] | None = None,
+    keys: str | Path | None = None,
+    null: bool = False,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_progress: OnProgress | None = None,
+    on_plan: OnPlan | None = None,
+) -> Summary: ...
+
+
+def predict(
+    model: Bundle | str | Path,
+    images: ImageInput | Iterable[ImageInput],
+    *,
+    top: int = 5,
+    output: str | Path | None = None,
+    format: str | None = None,
+    batch: int = BATCH,
+    workers: int | None = None,
+    device: str = "auto",
+    engine: str = "torch",
+    precision: str = "float32",
+    overrides: Mapping[str, Any] | None = None,
+    keys: str | Path | None = None,
+    null: bool = False,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_progress: OnProgress | None = None,
+    on_plan: OnPlan | None = None,
+) -> list[Prediction] | Summary:
+    """Predict images: `predict("runs/pets/best", "new/")` returns a `Prediction` per image, in order.
+
+    `images` are paths, one or several: files, folders, patterns, manifests, tar shards, "digits", or "-" for paths on
+    stdin (NUL-separated with `null`). Or they are images in memory: Pillow images, arrays, tensors, bytes of files. An
+    unreadable image has an `error` instead; if no image can be read, `DataError` is raised. `model` is a
+    bundle or anything that `load` opens, with the same `overrides` and `keys`. To ask one model many times, open it
+    once with `Classifier`.
+
+    With `output`, the rows of paths are written to a file as they come (.jsonl, .csv, .parquet or .txt, or `format`),
+    and a summary is returned; "-" is stdout. `resume` continues an interrupted job, `overwrite` replaces a file.
+    """
+    check_counts(top, batch)
+    if output is None and format is not None:
+        raise ConfigError("a format needs an output; name a file, or '-' for stdout")
+    paths, others = _sorted_by_kind(images)
+    if others is not None and output is not None:
+        raise ConfigError("only images with paths are written to a file; save these first, or omit output")
+    opened = ready_bundle(model, overrides=overrides, keys=keys)
+    if others is None and not paths and output is None:
+        return []
+    if others is not None:
+        return _in_memory(opened, others, top, batch, device, engine, precision, on_progress, on_plan)
+    rows = _Rows()
+    done = predict_files(
+        opened,
+        paths,
+        output=None if output is None or str(output) == STDOUT else output,
+        format=format,
+        top=top,
+        batch=batch,
+        workers=workers,
+        device=device,
+        engine=engine,
+        precision=precision,
+        null=null,
+        resume=resume,
+        overwrite=overwrite,
+        sink=rows if output is None else None,
+        on_progress=on_stage(on_progress, "predicting"),
+        on_plan=on_plan,
+    )
+    return rows.predictions if output is None else done
+
+
+class _Rows(Sink):
+    """Keeps the rows in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.predictions: list[Prediction] = []
+
+    def write(self, rows: Sequence[PredictionRow]) -> None:
+        self.predictions += [replace(row.prediction, image=os.fsdecode(row.path)) for row in rows]
+        super().write(rows)
+
+
+def _sorted_by_kind(images: object) -> tuple[list[str], Iterator[Any] | None]:
+    """Return paths, or images in memory, which may be mixed with paths of single images."""
+    if is_one(images):
+        images = [images]
+    if not isinstance(images, Iterable):
+        raise no_image(images)
+    remaining = iter(images)
+    paths: list[str] = []
+    for image in remaining:
+        if not isinstance(image, str | os.PathLike):
+            return [], chain(paths, [image], remaining)
+        paths.append(os.fspath(image))
+    return paths, None
+
+
+def _in_memory(
+    bundle: Bundle,
+    images: Iterator[Any],
+    top: int,
+    batch: int,
+    device: str,
+    engine: str,
+    precision: str,
+    on_progress: OnProgress | None,
+    on_plan: OnPlan | None,
+) -> list[Prediction]:
+    check_precision(precision)
+    task_of(bundle)  # raises without a head
+    first = list(islice(images, SAMPLE if precision == "auto" else 0))
+    place, report = choose_device(device), on_stage(on_progress, "predicting")
+    resolved, _, _ = resolve_precision(precision, bundle, engine, place, _items(first, bundle.preprocess.channels))
+    predictor: Predictor[Any] = (
+        Predictor(bundle, engine=engine, precision=resolved, device=device)
+        if isinstance(resolved, str)
+        else Predictor(bundle, engine=resolved, device=device)
+    )
+    if on_plan is not None:
+        on_plan(engine_plan(bundle.model, predictor.engine))
+    predictions: list[Prediction] = []
+    remaining = chain(first, images)
+    while some := list(islice(remaining, batch)):
+        names = [name_of(image, len(predictions) + number) for number, image in enumerate(some)]
+        made = predictor.predict(some, top=top, errors="keep", batch=batch)
+        predictions += [replace(one, image=name) for one, name in zip(made, names, strict=True)]
+        if report is not None:
+            report(len(predictions))
+    if all(one.error is not None for one in predictions):
+        if len(predictions) == 1:
+            raise DataError(f"the only image cannot be read: {predictions[0].error}")
+        first_bad = f"{predictions[0].image}: {predictions[0].error}"
+        raise DataError(f"none of the {len(predictions):,} images can be read; the first, {first_bad}")
+    return predictions
+
+
+def _items(images: Sequence[object], channels: int) -> Iterator[Item]:
+    """Yield the images that can be read, to choose a precision on."""
+    for image in images:
+        try:
+            yield item_of(image, channels)
+        except VitrailError:
+            continue

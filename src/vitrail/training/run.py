@@ -1,0 +1,248 @@
+"""A run in progress: everything it needs, built from its job and resumed from its newest training state."""
+
+import functools
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.writing import recover
+from vitrail.data.batches import Batch, Training, training_batches
+from vitrail.data.resident import Resident
+from vitrail.data.sources.source import Source
+from vitrail.data.sources.splits import Splits
+from vitrail.data.stream import RankSlice, Stream
+from vitrail.errors import ConfigError
+from vitrail.models.vit import ViT
+from vitrail.runtime import derive_seed, seed_torch
+from vitrail.tasks.objective import loss_note
+from vitrail.training.averaging import Average
+from vitrail.training.context import Job
+from vitrail.training.criterion import BEST, STATES, Best
+from vitrail.training.defaults import TrainingPlan
+from vitrail.training.distributed import Ranks
+from vitrail.training.finetune_init import FinetuneInit, adapted
+from vitrail.training.optimizers import freeze, make_optimizer
+from vitrail.training.pipeline import FinishedStep
+from vitrail.training.predictions import Predictor, predictor
+from vitrail.training.run_logger import RunLogger
+from vitrail.training.state import Progress, Setting, State, load_state, save_state
+from vitrail.training.step import Stepper
+
+LAST = "last"
+
+
+class RunObserver(Protocol):
+    """Receives the progress of a run."""
+
+    def note(self, text: str) -> None:
+        """Report a message."""
+
+    def step(self, row: dict[str, Any]) -> None:
+        """Report the metrics of a step."""
+
+    def validation(self, row: dict[str, Any]) -> None:
+        """Report validation metrics."""
+
+
+@dataclass(eq=False)
+class TrainingRun:
+    """A run in progress."""
+
+    job: Job
+    splits: Splits
+    folder: Path
+    observer: RunObserver
+    state: State
+    training: Training
+    """The training images, in the order of the stream."""
+    stepper: Stepper
+    setting: Setting
+    logger: RunLogger | None
+    """Writes the metrics, on the main process only."""
+    predict: Predictor
+    best: Best
+    first_step: int
+    """Where this session started or resumed."""
+    best_replaced: bool = False
+    """Whether the best model was lost, so that another one took its place."""
+
+    def __post_init__(self) -> None:
+        self.bad: set[str] = set(self.progress.bad_files or [])
+
+    @property
+    def plan(self) -> TrainingPlan:
+        """The resolved recipe."""
+        return self.job.plan
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks of the run."""
+        return self.job.context.ranks
+
+    @property
+    def progress(self) -> Progress:
+        """Steps taken and the best checkpoint so far."""
+        return self.state.progress
+
+    @property
+    def validation_source(self) -> Source:
+        """The split that selects the best checkpoint."""
+        return self.splits.val or self.splits.train
+
+    @property
+    def out_of_patience(self) -> bool:
+        """Whether validation has not improved for `patience` evaluations."""
+        return 0 < self.plan.recipe.patience <= self.progress.since_highest
+
+    @property
+    def waiting_fraction(self) -> float | None:
+        """Fraction of this session's time spent waiting for data; None without a step, and on other ranks."""
+        if self.logger is None or self.progress.step == self.first_step:
+            return None
+        return self.logger.throughput.total_waiting_fraction
+
+    def batches(self) -> Generator[Batch, None, None]:
+        """Return the batches of the remaining steps."""
+        context, first, steps = self.job.context, self.progress.step, self.plan.steps
+        if self.plan.recipe.data.on_device:
+            return Resident(self.training, context.device, context.workers).batches(first, steps)
+        pin = context.device.type == "cuda"
+        return training_batches(self.training, first, steps, workers=context.workers, pin=pin)
+
+    def bundle_now(self) -> Bundle:
+        """Return the current model as a bundle."""
+        return self.best.bundle_of(self.state.model, self.progress.step)
+
+    def log(self, finished: Iterable[FinishedStep]) -> None:
+        """Log the metrics of finished steps."""
+        images = self.plan.batch
+        for step, result, lr, waited, seconds in finished:
+            row = {
+                "step": step,
+                "epoch": round(self.training.stream.epoch(step), 4),
+                "loss": result.loss,
+                self.plan.task.training_metric.key: result.total / images,
+                "lr": lr,
+                "gradient_norm": result.gradient_norm,
+            }
+            if self.logger is not None:
+                self.logger.step(row, seconds=seconds, waited=waited, images=images)
+            speed = {"seconds": seconds, "waited": waited, "images": images}
+            self.observer.step({**row, "steps": self.plan.steps, **speed})
+
+    def report_bad_files(self, batch: Batch) -> None:
+        """Report each unreadable image once, and record it in the training state."""
+        for name, reason in batch.bad:
+            if name not in self.bad:
+                self.bad.add(name)
+                self.observer.note(f"{name} cannot be read and is skipped: {reason}")
+        self.progress.bad_files = sorted(self.bad)
+
+    def gather_bad_files(self) -> None:
+        """Collect the unreadable files of all ranks on every rank."""
+        self.bad = set().union(*self.ranks.all_gather(self.bad))
+        self.progress.bad_files = sorted(self.bad)
+
+    def save(self) -> None:
+        """Save the training state."""
+        if self.logger is not None:
+            self.logger.flush()
+            save_state(self.folder / STATES, self.state, self.setting)
+
+
+# ── start ──
+
+
+def start_run(job: Job, splits: Splits, pretrained: Bundle | None, folder: Path, observer: RunObserver) -> TrainingRun:
+    """Build a run, and load its newest training state if it has one."""
+    plan, context = job
+    ranks = context.ranks
+    with ranks.together():
+        bundle = _initial_bundle(plan, splits.train.classes, pretrained)
+        state = _initial_state(job, bundle.model)
+        training = _training(job, splits.train)
+        stepper = _stepper(job, splits.train)
+    setting = Setting(torch.get_num_threads(), ranks.processes.size, context.precision)
+    if ranks.is_main:
+        for name in (BEST, LAST):
+            recover(folder / name)
+    for note in load_state(folder / STATES, state, setting, ranks):
+        observer.note(note)
+    if state.progress.finished:
+        observer.note(f"the run already finished after {state.progress.step:,} steps, so nothing is trained")
+    elif state.progress.step:
+        observer.note(f"resuming from step {state.progress.step:,} of {plan.steps:,}")
+    logger = _logger(folder, plan, state.progress.step, observer) if ranks.is_main else None
+    predict = predictor(plan, context, splits.val or splits.train)
+    best = Best(folder, state, ranks, observer.note, functools.partial(_trained_bundle, plan, bundle))
+    return TrainingRun(
+        job=job,
+        splits=splits,
+        folder=folder,
+        observer=observer,
+        state=state,
+        training=training,
+        stepper=stepper,
+        setting=setting,
+        logger=logger,
+        predict=predict,
+        best=best,
+        first_step=state.progress.step,
+    )
+
+
+def _initial_bundle(plan: TrainingPlan, classes: tuple[str, ...], pretrained: Bundle | None) -> Bundle:
+    """Return the initial bundle: the pretrained model adapted to the data, or one with random weights."""
+    seed_torch(derive_seed(plan.recipe.seed, "weights"))  # also for a new head
+    task, names = plan.task, plan.task.output_names(classes)
+    if pretrained is not None:
+        return adapted(pretrained, plan.recipe.pretrained or FinetuneInit(), plan.model, task.name, names)
+    return Bundle(ViT(plan.model), plan.preprocess, names, {"source": "trained from scratch"}, task=task.name)
+
+
+def _trained_bundle(plan: TrainingPlan, initial: Bundle, model: nn.Module, step: int) -> Bundle:
+    """Return the bundle of a model after some steps."""
+    provenance = {**initial.provenance, "trained": {"step": step, "of": plan.steps}}
+    return Bundle(model, plan.preprocess, initial.classes, provenance, task=initial.task)  # type: ignore[arg-type]
+
+
+def _initial_state(job: Job, model: ViT) -> State:
+    recipe, device = job.plan.recipe, job.device
+    model = model.to(device).train()
+    model.gradient_checkpointing = recipe.gradient_checkpointing
+    freeze(model, recipe.freeze)
+    average = Average(model, recipe.averaging) if recipe.averaging.on else None
+    scaler = torch.amp.GradScaler(device.type, enabled=job.precision == "fp16")
+    return State(model, make_optimizer(model, recipe.optimizer), average, Progress(), scaler)
+
+
+def _training(job: Job, train: Source) -> Training:
+    """Return this rank's slice of the training stream."""
+    plan, processes, data = job.plan, job.context.ranks.processes, job.plan.recipe.data
+    stream = Stream(len(train), plan.batch, plan.recipe.seed, data.repeats, train.labels if data.balance else None)
+    micro_batches = processes.size * plan.recipe.gradient_accumulation
+    unit = 2 * micro_batches if plan.mixing.on else micro_batches
+    if plan.batch % unit:
+        pairs = " of whole pairs, which mixing needs" if plan.mixing.on else ""
+        raise ConfigError(
+            f"a batch of {plan.batch} cannot be split into {micro_batches} equal micro-batches{pairs} (ranks × "
+            f"gradient_accumulation); use a batch that is a multiple of {unit}"
+        )
+    rank_slice = RankSlice(processes.rank, processes.size)
+    return Training(train, stream, plan.preprocess, plan.augmentation, plan.mixing, rank_slice, data.bad_files)
+
+
+def _stepper(job: Job, train: Source) -> Stepper:
+    plan, context = job
+    loss = plan.task.training_loss(plan.recipe.objective, train.labels, train.classes, context.device)
+    return Stepper(plan.recipe, plan.preprocess, context.device, context.precision, loss, context.ranks)
+
+
+def _logger(folder: Path, plan: TrainingPlan, step: int, observer: RunObserver) -> RunLogger:
+    losses = loss_note(plan.recipe.model_dump())
+    return RunLogger(folder, step, observer.note, task=plan.task, compiled=plan.recipe.compile, losses=losses)

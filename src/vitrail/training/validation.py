@@ -1,0 +1,75 @@
+"""Evaluation of a run's models: the current one on the validation split, and at the end the best one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from vitrail.checkpoints.bundle import METRICS, Bundle
+from vitrail.tasks.metrics import HELD_OUT, TRAINING, Metrics
+from vitrail.training.criterion import as_good, score
+from vitrail.training.run import TrainingRun
+from vitrail.training.run_folder import RESULT, MetricsFile, write_json
+from vitrail.training.run_logger import gap_warning
+from vitrail.training.state import State
+
+
+def validate(run: TrainingRun) -> None:
+    """Validate the current model, log its metrics, and keep it if it is the best."""
+    task, progress, criterion = run.plan.task, run.progress, run.plan.recipe.resolved_criterion()
+    with _averaged(run.state):
+        predictions = run.predict(run.state.model, run.validation_source)
+        metrics = task.validation(predictions, run.validation_source.classes)
+        reached = score(metrics, task.criteria[criterion])
+        is_highest = progress.reach(reached)
+        error = task.standard_error(criterion, progress.highest, len(predictions.labels))
+        if is_highest or as_good(reached, progress.highest, error):
+            progress.best_step = progress.step
+            if run.ranks.is_main:
+                run.best.save(run.bundle_now())
+    row = {"step": progress.step, **metrics, "best": progress.best_step}
+    if run.logger is not None:
+        run.logger.validation(row)
+    run.observer.validation({**row, "criterion": criterion, "highest": is_highest})
+
+
+@contextmanager
+def _averaged(state: State) -> Iterator[None]:
+    """Swap in the averaged weights, if there are any."""
+    if state.average is None:
+        yield
+    else:
+        with state.average.swapped(state.model):
+            yield
+
+
+def check_best(run: TrainingRun) -> None:
+    """Check best/ against the training state; if it is lost, the current model takes its place."""
+    status = run.best.check()
+    if status == "lost":
+        run.best_replaced = True
+        validate(run)
+    if status != "intact":
+        run.save()  # with the new digest of best/
+
+
+def evaluate_best(run: TrainingRun, *, final: bool) -> tuple[Bundle, Metrics]:
+    """Evaluate the best model on the test split, once; without one, on the split that selected it.
+
+    `final`: the result is final and is written to the run folder.
+    """
+    check_best(run)
+    best, splits = run.best.load(), run.splits
+    source = splits.test or run.validation_source
+    predictions = run.predict(best.model.to(run.job.device), source)
+    metrics = run.plan.task.evaluate(predictions, source, kind=TRAINING if source is splits.train else HELD_OUT)
+    if run.logger is not None and splits.val is not None:
+        gap = gap_warning(MetricsFile.read(run.folder), len(splits.val), run.plan.task)
+        metrics = replace(metrics, warnings=(*metrics.warnings, *gap))
+    if final:
+        best.provenance[METRICS] = metrics.card(tested=source is splits.test)
+    if final and run.logger is not None:
+        run.logger.test_predictions(predictions, source)
+        run.best.write_card(best)
+        if run.best_replaced or not (run.folder / RESULT).exists():
+            write_json(run.folder / RESULT, metrics.as_dict())
+    return best, metrics

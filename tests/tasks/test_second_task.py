@@ -1,0 +1,295 @@
+"""The task interface is complete: a second task in this one file trains, resumes, evaluates, predicts and reports.
+
+The toy task reads the class names as numbers and learns the number: one output, mean squared error. It touches nothing
+of the package but the table of tasks.
+"""
+
+import csv
+import json
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import httpx
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from numpy.typing import NDArray
+from tests.support.html_page import Page
+from tests.support.service_in_process import PNG, settings_for, with_client
+from torch import Tensor
+
+import vitrail
+from vitrail.data.sources.source import Source
+from vitrail.errors import CheckpointError, ConfigError
+from vitrail.inference.predict import predict_files
+from vitrail.metrics.intervals import Interval, bootstrap_mean
+from vitrail.serving.app import Service
+from vitrail.tasks import lookup
+from vitrail.tasks.metrics import Metric, Metrics
+from vitrail.tasks.objective import Objective
+from vitrail.tasks.task import Criterion, FieldType, Prediction, Predictions, RowFormat, Task, TrainingLoss
+from vitrail.training.sessions import Stopped
+from vitrail.training.train import Run
+
+SETTINGS = ["task=counting", "model.width=32", "model.depth=1", "model.heads=1", "model.patch_size=4",
+            "model.stem=conv", "batch=64", "epochs=4", "evaluations=2", "optimizer.lr=0.02"]  # fmt: skip
+
+
+# ── the task ──
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CountingMetrics(Metrics):
+    task: ClassVar[str] = "counting"
+    error: float
+    error_interval: Interval
+
+    @property
+    def headline(self) -> Metric:
+        return Metric("mean absolute error", self.error, self.error_interval, "number", lower_is_better=True)
+
+    @property
+    def numbers(self) -> list[Metric]:
+        return [self.headline]
+
+    @property
+    def details(self) -> dict[str, Any]:
+        return {"error": self.error, "error_interval": list(self.error_interval)}
+
+
+@dataclass(frozen=True)
+class Count(Prediction):
+    value: float | None = None
+
+    def fields(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def response(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+
+class CountRows(RowFormat):
+    types: ClassVar[Mapping[str, FieldType]] = {"value": "float"}
+    schema: ClassVar[Mapping[str, Any]] = {"value": {"type": "number"}}
+    title: ClassVar[tuple[str, str, str]] = ("value", "", "")
+
+    def csv_header(self, top: int) -> list[str]:
+        return ["value"]
+
+    def csv_cells(self, fields: Mapping[str, Any], top: int) -> list[Any]:
+        return [fields["value"]]
+
+    def table_cells(self, fields: Mapping[str, Any]) -> tuple[str, str, str]:
+        return f"{fields['value']:.2f}", "", ""
+
+
+class Counting(Task):
+    name = "counting"
+    activation = "none"
+    training_metric = Criterion("absolute_error", "error", "number", lower_is_better=True)
+    criteria: ClassVar[Mapping[str, Criterion]] = {
+        "error": Criterion("val_absolute_error", "error", "number", lower_is_better=True),
+        "loss": Criterion("val_loss", "loss", "number", lower_is_better=True),
+    }
+    rows = CountRows()
+    sections = ("curves", "model", "inside", "data", "reproduce")
+    metrics = CountingMetrics
+
+    def outputs(self, classes: Sequence[str]) -> int:
+        return 1
+
+    def output_names(self, classes: Sequence[str]) -> None:
+        return None
+
+    def match(self, source: Source, names: object, outputs: int, *, by_number: bool = False) -> Source:
+        return source
+
+    def training_loss(
+        self,
+        objective: Objective,
+        labels: object,
+        classes: Sequence[str],
+        device: torch.device,
+    ) -> TrainingLoss:
+        values = torch.tensor([float(name) for name in classes], device=device)
+
+        def loss(outputs: Tensor, labels: Tensor, lam: Tensor | None) -> tuple[Tensor, Tensor]:
+            assert lam is None
+            apart = outputs.float()[:, 0] - values[labels]
+            return apart.square().mean(), apart.detach().abs().sum()
+
+        return loss
+
+    def default_criterion(self, *, class_balanced: bool) -> str:
+        return "error"
+
+    def _apart(self, predictions: Predictions, classes: Sequence[str]) -> NDArray[np.float64]:
+        values = np.array([float(name) for name in classes])
+        return np.asarray(predictions.outputs[:, 0].astype(np.float64) - values[predictions.labels])
+
+    def validation(self, predictions: Predictions, classes: Sequence[str]) -> dict[str, float]:
+        apart = self._apart(predictions, classes)
+        return {"val_absolute_error": float(np.abs(apart).mean()), "val_loss": float(np.square(apart).mean())}
+
+    def activate(self, outputs: Tensor) -> Tensor:
+        return outputs
+
+    def evaluate(self, predictions: Predictions, source: Source, *, kind: str) -> CountingMetrics:
+        errors = np.abs(self._apart(predictions, source.classes))
+        return CountingMetrics(
+            images=len(errors), kind=kind, bad=predictions.bad, error=float(errors.mean()),
+            error_interval=bootstrap_mean(errors),
+        )  # fmt: skip
+
+    def predict(self, outputs: Tensor, names: object, top: int) -> list[Count]:
+        return [Count(round(value, 4)) for value in outputs[:, 0].tolist()]
+
+    def unread(self, error: str) -> Count:
+        return Count(error=error)
+
+    def columns(self, predictions: Predictions, classes: Sequence[str]) -> dict[str, Any]:
+        return {"value": predictions.outputs[:, 0], "absolute_error": np.abs(self._apart(predictions, classes))}
+
+
+# ── the proof ──
+
+
+@pytest.fixture(scope="module", autouse=True)
+def known() -> Iterator[None]:
+    """Add the task to the table."""
+    lookup.TASKS["counting"] = Counting()
+    yield
+    del lookup.TASKS["counting"]
+
+
+def trained(folder: Path) -> Run:
+    return vitrail.train("digits", changes=SETTINGS, folder=folder, device="cpu", workers=0, quiet=True)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, known: None) -> Run:
+    return trained(tmp_path_factory.mktemp("counting") / "run")
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two digits and a file that is not an image."""
+    from PIL import Image
+
+    from vitrail.data.sources.source import digits
+
+    folder, source = tmp_path_factory.mktemp("images"), digits()
+    for index in (0, 1):
+        Image.fromarray(np.asarray(source.read(index))).save(folder / f"{index}.png")
+    (folder / "x.png").write_text("not an image")
+    return folder
+
+
+def test_it_trains(run: Run) -> None:
+    assert isinstance(run.metrics, CountingMetrics)
+    assert run.metrics.error < 2.2, "always predicting the mean gives 2.5"
+    assert run.summary.startswith("mean absolute error ")
+    assert (run.bundle.task, run.bundle.classes, run.bundle.model.config.classes) == ("counting", None, 1)
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert {"loss", "absolute_error"} <= rows[0].keys()
+    validations = {row["step"]: row for row in rows if "val_loss" in row}
+    best = min(validations.values(), key=lambda row: row["val_absolute_error"])
+    assert rows[-1]["best"] == best["step"], "the lowest error selects the checkpoint"
+    log = (run.folder / "log.txt").read_text()
+    assert "error " in log
+    assert "accuracy" not in log
+    assert "mean absolute error" in (run.folder / "best" / "README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory, known: None) -> Run:
+    """The same run, stopped in its fifth step and resumed."""
+    folder, made, steps = tmp_path_factory.mktemp("resumed") / "run", Counting.training_loss, []
+
+    def stopping(self: Counting, *arguments: Any) -> TrainingLoss:
+        loss = made(self, *arguments)
+
+        def stop_in_fifth_step(outputs: Tensor, labels: Tensor, lam: Tensor | None) -> tuple[Tensor, Tensor]:
+            steps.append(len(labels))
+            if len(steps) == 5:
+                signal.raise_signal(signal.SIGTERM)
+            return loss(outputs, labels, lam)
+
+        return stop_in_fifth_step
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Counting, "training_loss", stopping)
+        with pytest.raises(Stopped):
+            trained(folder)
+    assert len(steps) == 5
+    return trained(folder)
+
+
+def test_it_resumes(run: Run, resumed: Run) -> None:
+    assert (resumed.folder / "metrics.jsonl").read_text() == (run.folder / "metrics.jsonl").read_text()
+    for name, tensor in run.bundle.model.state_dict().items():
+        assert torch.equal(tensor, resumed.bundle.model.state_dict()[name])
+
+
+def test_it_evaluates(run: Run) -> None:
+    metrics = vitrail.evaluate(run.folder / "best", "digits", device="cpu", workers=0)
+    assert isinstance(metrics, CountingMetrics)
+    assert isinstance(run.metrics, CountingMetrics)
+    assert metrics.error == pytest.approx(run.metrics.error, rel=1e-5)
+    assert "evaluated on the test split" in metrics.summary
+    assert CountingMetrics.from_dict(json.loads(json.dumps(metrics.as_dict()))).as_dict() == metrics.as_dict()
+
+
+def test_it_predicts(run: Run, images: Path, tmp_path: Path) -> None:
+    for suffix in ("jsonl", "csv", "parquet", "txt"):
+        predict_files(run.folder / "best", [str(images)], output=tmp_path / f"rows.{suffix}", device="cpu")
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [os.path.basename(row["path"]) for row in rows] == ["0.png", "1.png", "x.png"]
+    assert [isinstance(row["value"], float) for row in rows] == [True, True, False]
+    assert rows[2]["error"]
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        assert [row["value"] for row in csv.DictReader(file)] == [str(row["value"] or "") for row in rows]
+    values = pq.read_table(tmp_path / "rows.parquet")["value"].to_pylist()
+    assert values == pytest.approx([rows[0]["value"], rows[1]["value"], None])
+    assert f"{rows[0]['value']:.2f}" in (tmp_path / "rows.txt").read_text()
+    with pytest.raises(ConfigError, match="the model's task is counting, not classification"):
+        vitrail.Classifier(run.folder / "best", device="cpu")
+
+
+def test_it_reports(run: Run, resumed: Run, tmp_path: Path) -> None:
+    page = Page(run.folder / "report.html")
+    assert "mean absolute error on 359 held-out images" in page.html
+    assert list(page.sections) == ["", "result", "curves", "model", "inside", "data", "reproduce"]
+    assert "Accuracy" not in page.html
+    both = Page(vitrail.report(run.folder, resumed.folder, tmp_path / "both.html"))
+    assert "Mean absolute error" in both.html
+    assert "pairs" not in both.sections, "only classifiers are compared image by image"
+    columns = pq.read_table(run.folder / "test_predictions.parquet").column_names
+    assert columns == ["index", "name", "digest", "value", "absolute_error"]
+
+
+def test_it_exports_and_is_served(run: Run, images: Path, tmp_path: Path) -> None:
+    done = vitrail.export(run.folder / "best", tmp_path / "model.pt2", to="torch")
+    assert (done.metadata["task"], done.metadata["activation"]) == ("counting", "none")
+
+    async def ask(_: Service, client: httpx.AsyncClient) -> None:
+        model = (await client.get("/v1/models")).json()["models"][0]
+        assert (model["task"], model["classes"]) == ("counting", None)
+        body = (images / "0.png").read_bytes()
+        response = (await client.post("/v1/predict", content=body, headers=PNG)).json()
+        assert isinstance(response["results"][0]["value"], float)
+
+    with_client(settings_for(run.folder / "best"), ask)
+
+
+def test_an_unknown_task(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(lookup.TASKS, "counting")
+    with pytest.raises(CheckpointError, match="trained for the task 'counting', which this version"):
+        vitrail.evaluate(run.folder / "best", "digits", device="cpu")
+    with pytest.raises(ConfigError, match=r"no task is called 'clasification'.*did you mean 'classification'"):
+        vitrail.train("digits", changes=["task=clasification"], folder=tmp_path / "run", device="cpu", quiet=True)

@@ -1,0 +1,42 @@
+"""The five ways of docs/architecture.md are those that real calls take."""
+
+import re
+from pathlib import Path
+
+import pytest
+from tests.support.five_ways import SOURCE, Way, five_ways
+
+PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
+
+
+@pytest.fixture(scope="module")
+def ways(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Way]:
+    return five_ways(tmp_path_factory.mktemp("ways"))
+
+
+@pytest.fixture(scope="module")
+def sections() -> dict[str, str]:
+    """The sections of the page about a way, by title."""
+    parts = re.split(r"^### (.+)$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+@pytest.mark.parametrize(
+    "title",
+    [
+        "Image to gradient",
+        "Checkpoint to model",
+        "Image to prediction",
+        "Request to response",
+        "Image to explanation",
+    ],
+)
+def test_the_page_names_every_file_of_a_way(title: str, ways: dict[str, Way], sections: dict[str, str]) -> None:
+    named = {name for name in re.findall(r"`([\w/]+\.py)`", sections[title]) if (SOURCE / name).exists()}
+    traced = ways[title].files
+    assert named == set(traced)
+    assert f"{len(traced)} files" in sections[title]
+
+
+def test_the_page_has_no_other_way(ways: dict[str, Way], sections: dict[str, str]) -> None:
+    assert list(sections) == list(ways)
