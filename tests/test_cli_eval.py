@@ -137,9 +137,9 @@ def test_without_a_test_split_the_summary_names_the_validation_split(run: RunCom
     assert run(bundle, data).out.splitlines()[0].endswith(caveat)
 
 
-def recorded(bundle: Path, data: Path) -> Contents:
+def recorded(bundle: Path, data: Path, fraction: float = 1.0) -> Contents:
     """Write the files that training leaves in the run folder."""
-    splits = open_data(data, seed=3, val=0.2, test=0.3)
+    splits = open_data(data, seed=3, val=0.2, test=0.3, fraction=fraction)
     (bundle.parent / "split.json").write_text(json.dumps(splits.record))
     contents = quick_check(splits).contents
     assert contents is not None
@@ -165,6 +165,30 @@ def test_renamed_moved_and_copied_images_are_recognised_by_content(run: RunComma
     for path in [*moved.glob("*/*.png")]:
         Image.open(path).save(path, compress_level=0)  # another file, which cannot be recognised
     line = run(bundle, moved).out.splitlines()[0]
+    assert line.endswith("; evaluated on all images; by content, its run trained on none of these images.")
+
+
+def test_images_that_a_fraction_left_out_were_not_trained_on(run: RunCommand, bundle: Path, data: Path) -> None:
+    recorded(bundle, data, fraction=0.4)
+    line = run(bundle, data, "--split", "train").out.splitlines()[0]
+    assert "% on 4 training images, " in line
+    assert line.endswith("; evaluated on the training split; trained on these images.")
+    ending = "; evaluated on all images; selected on 4 of these images; trained on 4 of these images"
+    assert run(bundle, data, "--split", "all").out.splitlines()[0].endswith(f"{ending}.")
+    (bundle.parent / "contents.index").unlink()
+    by_name = run(bundle, data, "--split", "all").out.splitlines()[0]
+    assert by_name.endswith(f"{ending}; compared with the images of its run by name only.")
+    # Only those that were left out, under other names.
+    contents, names = recorded(bundle, data, fraction=0.4), json.loads((bundle.parent / "split.json").read_text())
+    used = {name for split in ("train", "val", "test") for name in names["names"][split]}
+    for path in [*data.glob("*/*.png")]:
+        place = data.with_name("left-out") / path.parent.name / f"other-{path.name}"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if path.relative_to(data).as_posix() not in used:
+            path.rename(place)
+    assert len(contents.train) == 4
+    line = run(bundle, data.with_name("left-out")).out.splitlines()[0]
+    assert "% on 6 images, " in line
     assert line.endswith("; evaluated on all images; by content, its run trained on none of these images.")
 
 

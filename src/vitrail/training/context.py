@@ -1,10 +1,12 @@
-"""What a run computes on, decided once: precision, workers, execution path, images on the device."""
+"""What a run computes on, decided once: its images, precision, workers, execution path, images on the device."""
 
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from vitrail.data.batches import default_workers
+from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.splits import Splits
 from vitrail.runtime import Precision, faster_in_bf16
 from vitrail.training.defaults import TrainingPlan
@@ -38,6 +40,14 @@ class Job(NamedTuple):
     def images(self) -> int:
         """Micro-batch size of one process."""
         return max(1, self.plan.batch // (self.processes * self.plan.recipe.gradient_accumulation))
+
+
+def open_splits(data: str | Path, recipe: Recipe) -> Splits:
+    """Open the data of a run; whatever depends on the training images sees only those that the recipe keeps."""
+    kept = recipe.data
+    return open_data(
+        data, seed=recipe.seed, val=kept.val, test=kept.test, fraction=kept.fraction, per_class=kept.per_class
+    )
 
 
 def run_context(plan: TrainingPlan, splits: Splits, ranks: Ranks, workers: int | None) -> RunContext:

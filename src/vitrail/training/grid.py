@@ -12,18 +12,19 @@ import torch
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.batches import Training
-from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.splits import Splits
 from vitrail.data.stream import Stream
 from vitrail.errors import ConfigError
 from vitrail.models.vit import ViT
+from vitrail.training.context import open_splits
 from vitrail.training.defaults import DataFacts, TrainingPlan, describe_data, resolve_defaults
 from vitrail.training.optimizers import freeze, parameter_groups
 from vitrail.training.recipe import Recipe, read_value
 
 OPENING, CLOSING, QUOTES = "[{", "]}", "\"'"
 FIXED = ("data.val", "data.test")
-"""Settings that decide which images are held out; runs that differ in them cannot be compared."""
+"""Settings that decide which images are held out; runs that differ in them cannot be compared. `data.fraction` and
+`data.per_class` do not: they reduce the training split only."""
 LONGEST_NAME = 60
 
 
@@ -131,15 +132,17 @@ def plan_trials(
     recipes: Sequence[tuple[dict[str, Any], Recipe]], data: str | Path, bundle: Bundle | None, device: str
 ) -> list[Trial]:
     """Resolve and validate every combination before the first is trained; drop duplicates."""
-    data_by_seed: dict[int, tuple[Splits, DataFacts]] = {}
+    opened: dict[tuple[int, float, int | None], tuple[Splits, DataFacts]] = {}
     trials: dict[str, Trial] = {}
     for values, recipe in recipes:
-        if recipe.seed not in data_by_seed:  # the seed draws the splits if the data does not define them
-            splits = open_data(data, seed=recipe.seed, val=recipe.data.val, test=recipe.data.test)
+        # The seed draws the splits if the data does not define them.
+        images = recipe.seed, recipe.data.fraction, recipe.data.per_class
+        if images not in opened:
+            splits = open_splits(data, recipe)
             if splits.val is None:
                 raise ConfigError("a sweep selects on the validation split, but the data has none; set data.val=0.1")
-            data_by_seed[recipe.seed] = splits, describe_data(splits.train, device)
-        splits, facts = data_by_seed[recipe.seed]
+            opened[images] = splits, describe_data(splits.train, device)
+        splits, facts = opened[images]
         plan = resolve_defaults(recipe, facts, bundle)
         _check(plan, splits)
         trials.setdefault(plan.recipe.to_json(), Trial(values, recipe, plan))

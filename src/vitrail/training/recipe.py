@@ -70,6 +70,11 @@ class DataSettings(Frozen):
     """Fraction of every class for the validation split, if the data does not define one."""
     test: Fraction = 0.2
     """Fraction of every class for the test split, if the data does not define one."""
+    fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Train on this fraction of every class in the training split, drawn by the seed; validation and test stay whole.
+    With the same seed, a smaller fraction is contained in a larger one."""
+    per_class: Positive | None = None
+    """Train on at most this many images per class, drawn in the same order as `fraction`. None: no limit."""
     balance: bool = False
     """Sample every class equally often."""
     repeats: Positive = 1
@@ -80,6 +85,22 @@ class DataSettings(Frozen):
     """Keep all training images on the device and augment them there: for small images, where loading is slow."""
     bad_files: BadFiles = "skip"
     """`skip` replaces an image that cannot be read by another one and records it; `refuse` stops the run."""
+
+    @model_validator(mode="after")
+    def _check_subset(self) -> Self:
+        if self.fraction < 1 and self.per_class is not None:
+            raise ConfigError(
+                f"data.fraction is {self.fraction} and data.per_class is {self.per_class}; leave one of them out, or "
+                f"unset it with data.fraction=1 or data.per_class=none"
+            )
+        return self
+
+    @property
+    def subset(self) -> str | None:
+        """The setting that reduces the training split, as on the command line; None if it stays whole."""
+        if self.per_class is not None:
+            return f"data.per_class={self.per_class}"
+        return f"data.fraction={self.fraction}" if self.fraction < 1 else None
 
 
 class Recipe(Frozen):

@@ -11,7 +11,6 @@ import torch
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.cache import CacheSize, cached
-from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.source import place_of
 from vitrail.data.sources.splits import Splits
 from vitrail.errors import ConfigError
@@ -19,7 +18,7 @@ from vitrail.runtime import busy_cpu_note, choose_device, process_group, repeata
 from vitrail.tasks.metrics import Metrics
 from vitrail.training.auto_batch import fit_batch_to_memory, memory_limit
 from vitrail.training.console import RunConsole, SilentConsole
-from vitrail.training.context import Job, run_context
+from vitrail.training.context import Job, open_splits, run_context
 from vitrail.training.defaults import ResolvedDefault, TrainingPlan, before_training, describe_data, resolve_defaults
 from vitrail.training.distributed import Ranks
 from vitrail.training.finetune_init import opened_pretrained
@@ -112,7 +111,7 @@ def _request(
 ) -> _Request:
     recipe.check_pretrained(pretrained)
     bundle = opened_pretrained(pretrained, overrides, keys)
-    splits = open_data(data, seed=recipe.seed, val=recipe.data.val, test=recipe.data.test)
+    splits = open_splits(data, recipe)
     facts = describe_data(splits.train, device.type)
     plan = resolve_defaults(recipe, facts, bundle)
     advice = before_training(facts, fresh=bundle is None)
@@ -183,7 +182,7 @@ def _opened(request: _Request, job: Job, quiet: bool, printed: set[str] | None) 
 
 def _introduce(console: RunConsole, request: _Request, job: Job, prepared: PreparedFolder) -> None:
     """Print the plan of the run."""
-    plan, images = job.plan, len(request.splits.train)
+    plan = job.plan
     if prepared.check is not None:
         console.data_check(prepared.check)
         console.defaults(plan.defaults)
@@ -193,10 +192,18 @@ def _introduce(console: RunConsole, request: _Request, job: Job, prepared: Prepa
         if busy is not None:
             console.data_note(busy, topic="busy CPU")
     steps = "one step" if plan.steps == 1 else f"{plan.steps:,} steps"
-    console.note(f"run folder {request.folder}: {steps}, {images:,} training images")
+    console.note(f"run folder {request.folder}: {steps}, {_training_images(request)}")
     console.note(str(job.context.execution))
     for text in prepared.moved:
         console.note(text)
+
+
+def _training_images(request: _Request) -> str:
+    """Say how many images are trained on, and of how many if they are a subset."""
+    images, subset = f"{len(request.splits.train):,}", request.plan.recipe.data.subset
+    if subset is None:
+        return f"{images} training images"
+    return f"{images} of {sum(request.splits.record['subset']['drawn_from'].values()):,} training images ({subset})"
 
 
 def _timed(folder: Path, job: Job) -> AbstractContextManager[None]:

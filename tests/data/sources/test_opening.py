@@ -15,7 +15,7 @@ import pytest
 from vitrail.data.sources.opening import open_data, open_source
 from vitrail.data.sources.parquet import FILES_HELD, ParquetImages, Tables
 from vitrail.data.sources.source import Source, digits
-from vitrail.errors import DataError
+from vitrail.errors import ConfigError, DataError
 
 
 @pytest.fixture(autouse=True)
@@ -214,6 +214,34 @@ def test_a_split_that_changed_since_the_record(tmp_path: Path) -> None:
     (tmp_path / "test" / "ant" / "01.png").unlink()
     with pytest.raises(DataError, match="class 'ant' has 2 images in the test split, but had 3 when the split was"):
         open_data(tmp_path, record=record)
+
+
+def test_a_fraction_of_the_training_split(tmp_path: Path) -> None:
+    whole = open_data(folder(tmp_path / "data", ant=20, bee=10), seed=5)
+    some, few = (open_data(tmp_path / "data", seed=5, fraction=fraction) for fraction in (0.5, 0.2))
+    for splits in (some, few):
+        assert contents(splits.val) == contents(whole.val)
+        assert contents(splits.test) == contents(whole.test)
+    assert np.bincount(some.train.labels).tolist() == [7, 4]  # of 14 and 7
+    assert set(contents(few.train)) < set(contents(some.train)) < set(contents(whole.train))
+    assert set(contents(open_data(tmp_path / "data", seed=5, per_class=2).train)) < set(contents(some.train))
+    with pytest.raises(ConfigError, match="the fraction is 0; it should be above 0 and at most 1"):
+        open_data("nowhere", fraction=0)
+
+
+@pytest.mark.parametrize("defined", [("train",), ("train", "test"), ("train", "val", "test")])
+def test_a_recorded_fraction_of_any_splits_is_restored(tmp_path: Path, defined: tuple[str, ...]) -> None:
+    for split in defined:
+        folder(tmp_path / split, ant=20, bee=10)
+    splits = open_data(tmp_path, seed=6, fraction=0.3)
+    whole = open_data(tmp_path, seed=6)
+    assert [contents(split) for split in splits[1:3]] == [contents(split) for split in whole[1:3]]
+    record = json.loads(json.dumps(splits.record))
+    again = open_data(tmp_path, record=record)
+    assert [contents(split) for split in again[:3]] == [contents(split) for split in splits[:3]]
+    # Another image that the run did not train on changes nothing of what it trained on.
+    (tmp_path / "train" / "ant" / "99.png").write_text("ant 99")
+    assert contents(open_data(tmp_path, record=record).train) == contents(splits.train)
 
 
 def test_shards(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from vitrail.data.sources.opening import open_data
-from vitrail.data.sources.selection import Joined, choose_images, match_classes
+from vitrail.data.sources.selection import Joined, SeenInTraining, choose_images, match_classes, seen_in_training
 from vitrail.data.sources.source import Arrays, Source
 from vitrail.errors import ConfigError, DataError
 
@@ -88,6 +88,20 @@ def test_the_splits_of_the_run_are_used(tmp_path: Path) -> None:
     assert choose_images(tmp_path / "data", record=only_val).split == "val"
     with pytest.raises(DataError, match="without a test split"):
         choose_images(tmp_path / "data", "test", record=only_val)
+
+
+def test_the_training_images_of_a_run_on_a_subset(tmp_path: Path) -> None:
+    data = fill(tmp_path / "data", 10)
+    splits = open_data(data, seed=7, val=0.2, test=0.3, fraction=0.4)
+    selected = {split: choose_images(data, split, record=splits.record).source for split in ("train", "val", "test")}
+    for split, own in zip(("train", "val", "test"), splits[:3], strict=True):
+        assert [selected[split].name(i) for i in range(len(selected[split]))] == [own.name(i) for i in range(len(own))]
+    seen = {split: seen_in_training(source, splits.record) for split, source in selected.items()}
+    assert seen["train"] == SeenInTraining(0, 4, "name")
+    assert seen["val"] == SeenInTraining(4, 0, "name")
+    assert seen["test"] == SeenInTraining(0, 0, "name")
+    everything = choose_images(data, "all", record=splits.record).source
+    assert seen_in_training(everything, splits.record) == SeenInTraining(4, 4, "name")
 
 
 def test_other_data_than_the_runs(tmp_path: Path) -> None:

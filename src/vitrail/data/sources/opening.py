@@ -19,11 +19,13 @@ from vitrail.data.sources.splits import (
     SPLITS,
     Splits,
     check_counts,
+    check_subset,
     make_record,
     split_indices,
     split_of,
     split_source,
     splits_from_record,
+    take_subset,
     too_few,
 )
 from vitrail.data.sources.tar import expand_pattern, is_pattern
@@ -70,6 +72,8 @@ def open_data(
     seed: int = 0,
     val: float = 0.1,
     test: float = 0.2,
+    fraction: float = 1.0,
+    per_class: int | None = None,
     record: Mapping[str, Any] | None = None,
     faults: Faults | None = None,
     on_progress: Progress | None = None,
@@ -78,9 +82,12 @@ def open_data(
 
     `place` is a folder with one sub-folder per class (or with such folders in train/, val/ and test/), a manifest
     (.csv, .tsv, .jsonl, .parquet), tar shards or Parquet files (one, a folder of them, a pattern), or the word
-    "digits". The `record` of an earlier split reproduces it, regardless of `seed` and the fractions. With `faults`,
-    unusable items are skipped and named there, and data that cannot be split is used for training only.
+    "digits". `fraction` keeps only this fraction of every class in the training split, `per_class` at most this many
+    images of it; with the same seed, a smaller subset is contained in every larger one. The `record` of an earlier
+    split reproduces it, regardless of `seed` and the fractions. With `faults`, unusable items are skipped and named
+    there, and data that cannot be split is used for training only.
     """
+    check_subset(fraction, per_class)
     place = place_of(place)
     named = _open_splits(place, faults, on_progress)
     train = named["train"]
@@ -103,13 +110,20 @@ def open_data(
         faults += [*wrong, *few]
         if wrong or few:
             return Splits(train, named.get("val"), named.get("test"), {})
-    if alone:
-        return split_source(train, seed=seed, val=val, test=test)
+    whole = split_source(train, seed=seed, val=val, test=test) if alone else _draw_val(named, seed, fractions)
+    return take_subset(whole, seed=seed, fraction=fraction, per_class=per_class)
+
+
+def _draw_val(named: Mapping[str, Source], seed: int, fractions: Mapping[str, float]) -> Splits:
+    """Return the splits that the data defines; the validation split is drawn if it has a fraction."""
+    train, val, test = named["train"], named.get("val"), named.get("test")
     if fractions:
-        for_train, for_val, _ = split_indices(train.labels, seed=seed, val=val, test=0, classes=train.classes)
-        named |= {"train": split_of(train, for_train), "val": split_of(train, for_val)}
-    splits = (named["train"], named.get("val"), named.get("test"))
-    return Splits(*splits, make_record("given", *splits, seed=seed if fractions else None, fractions=fractions))
+        for_train, for_val, _ = split_indices(
+            train.labels, seed=seed, val=fractions["val"], test=0, classes=train.classes
+        )
+        train, val = split_of(train, for_train), split_of(train, for_val)
+    record = make_record("given", train, val, test, seed=seed if fractions else None, fractions=fractions)
+    return Splits(train, val, test, record)
 
 
 def _too_few_classes(place: str, train: Source) -> list[str]:

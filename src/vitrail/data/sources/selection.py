@@ -155,7 +155,10 @@ def _seen_by_name(source: Source, record: Mapping[str, Any]) -> SeenInTraining:
     keys = set(_keys_of(source))
     if keys <= test:  # val and test folders may contain files of the same names
         return SeenInTraining(compared_by="name")
-    # Names of training images are not recorded; if all val and test images are present, the rest are training images.
+    if "train" in names:  # of a run on a subset; the images that it left out were not trained on
+        return SeenInTraining(len(keys & val), len((keys & set(names["train"] or ())) - val - test), "name")
+    # Names of a whole training split are not recorded; if all val and test images are present, the rest are training
+    # images.
     complete = bool(val | test) and (val | test) <= keys
     trained = min(len(keys - val - test), _trained_on(record)) if complete else 0
     return SeenInTraining(len(keys & val), trained, "name")

@@ -1,7 +1,7 @@
-"""Split a dataset into train, validation and test."""
+"""Split a dataset into train, validation and test, and draw a subset of the training split."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +14,8 @@ from vitrail.errors import ConfigError, DataError
 Indices = NDArray[np.int64]
 SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 """Accepted names of splits in folders, shards and split columns."""
+_SPLIT, _SUBSET = 0, 2**63
+"""Added to the class index in the key of a draw. No class index is that large, so the two draws are independent."""
 
 
 class Splits(NamedTuple):
@@ -40,23 +42,57 @@ def split_indices(
     of each class. `classes` are names for messages.
     """
     _check_fractions(val, test)
-    if not len(labels) or int(labels.min()) < 0:
-        raise DataError("images without labels cannot be split; label every image")
+    _check_labelled(labels)
     report_faults(too_few(labels, val=val, test=test, classes=classes), "the data", None)
-    by_class = np.argsort(labels, kind="stable")
-    numbers, starts, counts = np.unique(labels[by_class], return_index=True, return_counts=True)
     taken: dict[str, list[Indices]] = {"train": [], "val": [], "test": []}
-    for number, start, count in zip(numbers.tolist(), starts.tolist(), counts.tolist(), strict=True):
-        for_val, for_test = _counts(count, val, test)
-        # Raw output and a stable sort: NumPy guarantees that neither changes between versions.
-        key = np.array([seed % 2**64, number], np.uint64)
-        order = np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
-        shuffled = by_class[start : start + count][order]
+    for shuffled in _shuffled_classes(labels, seed, _SPLIT):
+        for_val, for_test = _counts(len(shuffled), val, test)
         taken["val"].append(shuffled[:for_val])
         taken["test"].append(shuffled[for_val : for_val + for_test])
         taken["train"].append(shuffled[for_val + for_test :])
     train_split, val_split, test_split = (np.sort(np.concatenate(taken[split])) for split in ("train", "val", "test"))
     return train_split, val_split, test_split
+
+
+def subset_indices(labels: Labels, *, seed: int, fraction: float = 1.0, per_class: int | None = None) -> Indices:
+    """Draw a fraction of every class, or at most `per_class` images of it; return sorted indices.
+
+    A pure function of the labels and the seed. It takes the first images of every class in one order, so with the same
+    seed a smaller subset is contained in every larger one. A class keeps at least one image.
+    """
+    check_subset(fraction, per_class)
+    _check_labelled(labels)
+    taken = []
+    for shuffled in _shuffled_classes(labels, seed, _SUBSET):
+        rounded = max(1, math.floor(len(shuffled) * fraction + 0.5))
+        taken.append(shuffled[: rounded if per_class is None else per_class])
+    return np.sort(np.concatenate(taken))
+
+
+def check_subset(fraction: float, per_class: int | None) -> None:
+    """Raise unless a subset can be drawn with these settings."""
+    if not 0 < fraction <= 1:
+        raise ConfigError(f"the fraction is {fraction}; it should be above 0 and at most 1")
+    if per_class is not None and per_class < 1:
+        raise ConfigError(f"per_class is {per_class}; it should be at least 1")
+    if fraction < 1 and per_class is not None:
+        raise ConfigError(f"fraction is {fraction} and per_class is {per_class}; leave one of them out")
+
+
+def _shuffled_classes(labels: Labels, seed: int, draw: int) -> Iterator[Indices]:
+    """Yield the images of each class in an order drawn by the seed, independently of the other classes."""
+    by_class = np.argsort(labels, kind="stable")
+    numbers, starts, counts = np.unique(labels[by_class], return_index=True, return_counts=True)
+    for number, start, count in zip(numbers.tolist(), starts.tolist(), counts.tolist(), strict=True):
+        # Raw output and a stable sort: NumPy guarantees that neither changes between versions.
+        key = np.array([seed % 2**64, number + draw], np.uint64)
+        order = np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
+        yield by_class[start : start + count][order]
+
+
+def _check_labelled(labels: Labels) -> None:
+    if not len(labels) or int(labels.min()) < 0:
+        raise DataError("images without labels cannot be split; label every image")
 
 
 def _check_fractions(val: float, test: float) -> None:
@@ -102,6 +138,27 @@ def split_source(source: Source, *, seed: int = 0, val: float = 0.1, test: float
     return Splits(train_split, val_split, test_split, record)
 
 
+def take_subset(splits: Splits, *, seed: int, fraction: float = 1.0, per_class: int | None = None) -> Splits:
+    """Reduce the training split to a fraction of every class, or to `per_class` images of it.
+
+    The images that are left out are in no split. The record then holds the names of the training images too, because
+    they are no longer all images that are in neither of the other splits.
+    """
+    check_subset(fraction, per_class)
+    if fraction == 1 and per_class is None:
+        return splits
+    whole, record = splits.train, splits.record
+    train = split_of(whole, subset_indices(whole.labels, seed=seed, fraction=fraction, per_class=per_class))
+    drawn = {"seed": seed, "fraction": fraction, "per_class": per_class, "drawn_from": _class_counts(whole)}
+    record = {
+        **record,
+        "counts": {**record["counts"], "train": _class_counts(train)},
+        "names": {**record["names"], "train": keys_of(train)},
+        "subset": drawn,
+    }
+    return splits._replace(train=train, record=record)
+
+
 def make_record(
     method: str,
     train: Source,
@@ -139,7 +196,9 @@ def keys_of(source: Source) -> list[str]:
 def splits_from_record(source: Source, record: Mapping[str, Any]) -> Splits:
     """Restore recorded splits of a source, which must have the same images."""
     try:
-        names: dict[str, list[str]] = {split: list(record["names"].get(split, [])) for split in ("val", "test")}
+        names = {split: list(record["names"].get(split, [])) for split in ("val", "test")}
+        if "train" in record["names"]:  # of a run on a subset; the names of a whole training split are not recorded
+            names["train"] = list(record["names"]["train"])
         counts: dict[str, dict[str, int]] = dict(record["counts"])
     except (KeyError, TypeError, AttributeError):
         raise DataError("the split record is incomplete; start again without it") from None
@@ -154,9 +213,9 @@ def splits_from_record(source: Source, record: Mapping[str, Any]) -> Splits:
             )
         restored[split] = np.sort(np.array([place_of[key] for key in keys], np.int64))
     rest = np.ones(len(source), bool)
-    for indices in restored.values():
-        rest[indices] = False
-    train = split_of(source, np.flatnonzero(rest))
+    rest[np.concatenate([restored["val"], restored["test"]])] = False
+    remaining = np.flatnonzero(rest)
+    train = split_of(source, np.intersect1d(remaining, restored["train"]) if "train" in restored else remaining)
     val, test = (split_of(source, restored[split]) if split in counts else None for split in ("val", "test"))
     for name, split_now in (("train", train), ("val", val), ("test", test)):
         if split_now is not None:
