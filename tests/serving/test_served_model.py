@@ -11,6 +11,7 @@ from tests.support.tiny_models import bundle
 from torch import Tensor
 
 from vitrail.acceleration.engine import open_engine
+from vitrail.acceleration.planner import ExecutionPlan
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.errors import Diverged
 from vitrail.inference.features import FeatureRequest
@@ -100,20 +101,21 @@ def test_a_model_is_prepared_once(opened: Open) -> None:
 
 
 def test_equivalent_feature_requests_share_a_prepared_model() -> None:
-    config = bundle().model.config
+    config, fused, eager = bundle().model.config, ExecutionPlan("fused_encoder", "bf16"), ExecutionPlan("eager", "bf16")
+    assert FeatureRequest(tokens="class", layer=0).cache_key(config, eager) == FeatureRequest()
     assert (
-        FeatureRequest(layer=-1, normalise=True).cache_key(config)
-        == FeatureRequest(layer=1).cache_key(config)
+        FeatureRequest(layer=-1, normalise=True).cache_key(config, fused)
+        == FeatureRequest(layer=1).cache_key(config, fused)
         == FeatureRequest()
     )
     assert (
-        FeatureRequest(layer=-2).cache_key(config)
-        == FeatureRequest(layer=0).cache_key(config)
+        FeatureRequest(layer=-2).cache_key(config, fused)
+        == FeatureRequest(layer=0).cache_key(config, fused)
         == FeatureRequest(layer=0)
-        == FeatureRequest(layer=0).cache_key(config)
+        == FeatureRequest(layer=0).cache_key(config, fused)
         == FeatureRequest(layer=0)
     )
-    assert FeatureRequest(tokens="class", raw=True).cache_key(config) == FeatureRequest(tokens="class")
+    assert FeatureRequest(tokens="class", raw=True).cache_key(config, fused) == FeatureRequest(tokens="class")
 
 
 def test_non_finite_features_fail_the_warm_up(opened: Open) -> None:
