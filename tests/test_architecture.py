@@ -190,16 +190,6 @@ def test_what_serving_uses_of_inference_and_explanations() -> None:
         if top(target) in ("inference", "explanations")
     }
     assert used <= SERVING_USES
-    private = [
-        f"{module} imports {alias.name}"
-        for module, tree in modules().items()
-        if top(module) == "serving"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-        if alias.name.startswith("_")
-    ]
-    assert private == []
 
 
 @pytest.mark.parametrize("code", ["import vitrail", "import vitrail.cli.app", "import vitrail.models.config"])

@@ -60,23 +60,26 @@ CASES = [
 
 @pytest.mark.parametrize(("hardware", "precision", "line"), CASES)
 def test_predict(hardware: Hardware, precision: str, line: str, on: Plans) -> None:
-    ran, printed = on(hardware), []
-    vitrail.predict(bundle(), list(images().pixels), device="cpu", precision=precision, on_plan=printed.append)
+    ran = on(hardware)
+    printed: list[str] = []
+    vitrail.predict(bundle(), list(images().images), device="cpu", precision=precision, on_plan=printed.append)
     assert printed == [str(plan) for plan in ran] == [line]
 
 
 @pytest.mark.parametrize(("hardware", "precision", "line"), CASES)
 def test_predict_files(hardware: Hardware, precision: str, line: str, on: Plans, tmp_path: Path) -> None:
-    for number, pixels in enumerate(images().pixels):
+    for number, pixels in enumerate(images().images):
         np.save(tmp_path / f"{number}.npy", pixels)
-    ran, printed = on(hardware), []
+    ran = on(hardware)
+    printed: list[str] = []
     vitrail.predict(bundle(), tmp_path, device="cpu", precision=precision, workers=0, on_plan=printed.append)
     assert printed == [str(plan) for plan in ran] == [line]
 
 
 @pytest.mark.parametrize(("hardware", "precision", "line"), CASES)
 def test_evaluate(hardware: Hardware, precision: Any, line: str, on: Plans) -> None:
-    ran, printed = on(hardware), []
+    ran = on(hardware)
+    printed: list[str] = []
     evaluation.evaluate_bundle(
         bundle(), images(), device="cpu", precision=precision, workers=0, by_number=True, on_plan=printed.append
     )
@@ -85,7 +88,8 @@ def test_evaluate(hardware: Hardware, precision: Any, line: str, on: Plans) -> N
 
 @pytest.mark.parametrize(("hardware", "precision", "line"), CASES)
 def test_features(hardware: Hardware, precision: Any, line: str, on: Plans) -> None:
-    ran, printed = on(hardware), []
+    ran = on(hardware)
+    printed: list[str] = []
     gather(bundle(), images(), how=ComputeOptions("cpu", precision, workers=0, on_plan=printed.append))
     line = "eager, bf16: the packed path does not compute features" if "packed" in line else line
     assert printed == [str(plan) for plan in ran] == [line]
@@ -99,7 +103,8 @@ def test_other_runtimes(kind: str, line: str) -> None:
 
 
 def test_a_benchmark_prints_a_plan_per_precision(on: Plans) -> None:
-    ran, printed = on(NEW_CPU), []
+    ran = on(NEW_CPU)
+    printed: list[str] = []
     result = vitrail.bench(bundle(), engines=["torch"], batches=[2], seconds=0.01, device="cpu", on_plan=printed.append)
     assert printed == ["eager, float32: bf16 is faster on this CPU", "packed oneDNN path, bf16"]
     assert set(printed) == {str(plan) for plan in ran}
