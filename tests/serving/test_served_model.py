@@ -99,7 +99,7 @@ def test_the_plan_is_logged_when_a_precision_is_chosen(
     monkeypatch.setattr(auto, "_why_not", lambda _: None)
     served = opened(bundle(), precision="auto")
     served.warm_up()
-    assert served.plan.precision == "float32"
+    assert served.description["precision"] == "float32"
     served.run(Predict(top=1), [image.numpy() for image in images()] * (auto.IMAGES // 4))
     assert served.plan.precision == "bf16"
     assert plans_in(caplog) == [str(served.plan)]
