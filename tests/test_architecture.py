@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import vitrail
+import vitrail.api
 
 SOURCE = Path(vitrail.__file__).parent
 TESTS = Path(__file__).parent
@@ -111,7 +112,6 @@ def test_every_entry_has_a_layer() -> None:
 CLI_EXCEPTIONS = {
     ("cli.app", "vitrail._version"): "the version, without importing anything else",
     ("cli.output", "vitrail.io"): "an error while writing to stdout becomes a message",
-    ("cli.report", "vitrail.reports"): "the command prints the warnings that the function logs",
     ("cli.train", "vitrail.reports"): "the report of a finished run or sweep",
     ("cli.train", "vitrail.training"): "the grid of a sweep is parsed and printed, and a signal sets the exit code",
 }
@@ -161,6 +161,35 @@ def test_every_public_name_imports() -> None:
         assert getattr(vitrail, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = vitrail.nothing
+
+
+def test_every_function_and_result_of_the_api_is_public() -> None:
+    assert set(vitrail.api.__all__) <= set(vitrail.__all__)
+    for name in vitrail.api.__all__:
+        assert getattr(vitrail, name) is getattr(vitrail.api, name)
+
+
+# What the service needs of inference and explanations besides the public functions: a request as a value, computed for
+# a batch of pixels in memory on a model that stays open.
+SERVING_USES = {
+    "vitrail.inference.features",
+    "vitrail.inference.jobs",
+    "vitrail.explanations.attention",
+    "vitrail.explanations.explain",
+    "vitrail.explanations.relevance",
+    "vitrail.explanations.request",
+}
+
+
+def test_what_serving_uses_of_inference_and_explanations() -> None:
+    used = {
+        target
+        for module, tree in modules().items()
+        if top(module) == "serving"
+        for target in imports(tree)
+        if top(target) in ("inference", "explanations")
+    }
+    assert used <= SERVING_USES
 
 
 @pytest.mark.parametrize("code", ["import vitrail", "import vitrail.cli.app", "import vitrail.models.config"])

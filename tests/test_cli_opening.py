@@ -200,10 +200,10 @@ def test_fine_tuning_with_other_heads_is_another_run(images: Path, tmp_path: Pat
 def test_the_server_takes_overrides_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from vitrail.serving.lifecycle import Counters
     from vitrail.serving.model_registry import ServedModel
-    from vitrail.serving.settings import Settings, name_models
+    from vitrail.serving.settings import Settings
 
     file = checkpoint(tmp_path, torch.bfloat16)
-    made: dict[str, Any] = {"models": name_models([str(file)]), "device": "cpu"}
+    made: dict[str, Any] = {"models": [str(file)], "device": "cpu"}
     with pytest.raises(vitrail.CheckpointError, match="--override heads=N"):
         ServedModel(Settings(**made).models[0], Settings(**made), Counters())
     settings = Settings(**made, overrides={"heads": 3})

@@ -20,7 +20,7 @@ from vitrail.cli.app import app
 from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.source import Arrays
 from vitrail.serving.openapi import document
-from vitrail.serving.settings import Settings, name_models
+from vitrail.serving.settings import Settings
 from vitrail.tasks.classification_metrics import classification_metrics
 from vitrail.tasks.lookup import CLASSIFICATION
 from vitrail.tasks.task import Predictions
@@ -136,7 +136,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
         "split.json": set(keys_of(open_data("digits", fraction=0.5).record)),
         "result.json": set(keys_of(result.as_dict())),
         "metrics.jsonl": {CLASSIFICATION.training_metric.key, *CLASSIFICATION.validation(predictions, ("a", "b", "c"))},
-        "HTTP": set(properties_of(document(Settings(models=name_models([str(folder / "bundle")]))))),
+        "HTTP": set(properties_of(document(Settings(models=[str(folder / "bundle")])))),
     }
 
 

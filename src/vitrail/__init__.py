@@ -3,7 +3,8 @@
 >>> import vitrail
 >>> model = vitrail.create("Ti/16", classes=10)
 
-Each name is imported on first use, so `import vitrail` is fast.
+Each name is imported on first use, so `import vitrail` is fast. The functions and the types of their results are
+those of `vitrail.api`.
 """
 
 import importlib
@@ -13,7 +14,28 @@ from vitrail._version import __version__
 
 if TYPE_CHECKING:
     from vitrail.api import (
+        Accelerated,
+        Benchmark,
+        ClassificationMetrics,
+        ClassPrediction,
+        Conversion,
+        DataCheck,
+        Description,
+        DrawnFigures,
+        EmbedResult,
+        ExplainedFiles,
+        Explanation,
+        Export,
+        Features,
+        Inspection,
+        Metrics,
+        ModelInfo,
+        Prediction,
+        ProbeResult,
+        Run,
         ServeSettings,
+        Summary,
+        Sweep,
         accelerate,
         bench,
         check,
@@ -47,16 +69,37 @@ if TYPE_CHECKING:
     from vitrail.training.recipe import Recipe, read_recipe
 
 __all__ = [
+    "Accelerated",
+    "Benchmark",
     "Bundle",
     "CheckpointError",
+    "ClassPrediction",
+    "ClassificationMetrics",
     "Classifier",
     "ConfigError",
+    "Conversion",
+    "DataCheck",
     "DataError",
+    "Description",
     "Diverged",
+    "DrawnFigures",
+    "EmbedResult",
+    "ExplainedFiles",
+    "Explanation",
+    "Export",
+    "Features",
     "InputError",
+    "Inspection",
+    "Metrics",
+    "ModelInfo",
+    "Prediction",
     "Preprocess",
+    "ProbeResult",
     "Recipe",
+    "Run",
     "ServeSettings",
+    "Summary",
+    "Sweep",
     "ViT",
     "ViTConfig",
     "VitrailError",

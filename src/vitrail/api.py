@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Never
 
-from vitrail.acceleration.accelerate import accelerate
+from vitrail.acceleration.accelerate import Accelerated, accelerate
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.convert import Conversion, convert
 from vitrail.checkpoints.inspect import Inspection, inspect
@@ -25,16 +25,19 @@ from vitrail.explanations.files import Drawing, ExplainedFiles, write_explanatio
 from vitrail.explanations.request import ExplanationRequest, Method
 from vitrail.exporting import Export, export
 from vitrail.inference.benchmark import Benchmark, bench
+from vitrail.inference.bulk_prediction import Summary
 from vitrail.inference.embed import EmbedResult, embed
+from vitrail.inference.features import Features
 from vitrail.inference.listing import EMPTY_STDIN, STDIN, list_items, read_stdin
-from vitrail.inference.predict import Summary
-from vitrail.inference.predictions import predict
+from vitrail.inference.predict import predict
 from vitrail.inference.probe import ProbeResult, probe
 from vitrail.inference.skipped import SkippedFiles
 from vitrail.models.create import Description, ModelInfo, create, describe, list_models
 from vitrail.reports.report import report, report_of_finished
 from vitrail.runtime import OnPlan, OnProgress, Precision, autocast, choose_device, on_stage
-from vitrail.serving.settings import Settings, name_models
+from vitrail.serving.settings import Settings
+from vitrail.tasks.classification import ClassPrediction
+from vitrail.tasks.classification_metrics import ClassificationMetrics
 from vitrail.tasks.metrics import Metrics
 from vitrail.tasks.task import Prediction
 from vitrail.text import printable, printable_path
@@ -44,7 +47,10 @@ from vitrail.training.train import Run
 from vitrail.training.train import train as train_run
 
 __all__ = [
+    "Accelerated",
     "Benchmark",
+    "ClassPrediction",
+    "ClassificationMetrics",
     "Conversion",
     "DataCheck",
     "Description",
@@ -53,6 +59,7 @@ __all__ = [
     "ExplainedFiles",
     "Explanation",
     "Export",
+    "Features",
     "Inspection",
     "Metrics",
     "ModelInfo",
@@ -255,11 +262,9 @@ def serve(models: str | Path | Sequence[str | Path] | ServeSettings, *, started:
         )
     from vitrail.serving.run import serve as run  # needs the packages
 
-    if not isinstance(models, Settings):
-        models = Settings(
-            models=name_models([str(models)] if isinstance(models, str | Path) else list(map(str, models)))
-        )
-    run(models, started=started)
+    # The settings name the models.
+    settings = models if isinstance(models, Settings) else Settings(models=models)  # type: ignore[arg-type]
+    run(settings, started=started)
 
 
 def _places(images: str | Path | Sequence[str | Path]) -> list[str]:

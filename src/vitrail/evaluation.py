@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitrail.acceleration.engine import prepare
+from vitrail.acceleration.engine import CapturedModel, prepare
 from vitrail.acceleration.planner import plan_of
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.batches import BadImage, Batch, evaluation_batches
@@ -18,7 +18,6 @@ from vitrail.data.sources.contents import recorded_contents
 from vitrail.data.sources.selection import Selection, seen_in_training
 from vitrail.data.sources.source import Source
 from vitrail.errors import DataError, Diverged
-from vitrail.models.vit import ViT
 from vitrail.runtime import OnPlan, Precision, autocast, choose_device, eval_mode
 from vitrail.tasks.lookup import CLASSIFICATION, task_of
 from vitrail.tasks.metrics import HELD_OUT, TRAINING, Metrics
@@ -48,14 +47,16 @@ def evaluate_bundle(
     source = task.match(source, bundle.classes, bundle.model.config.classes, by_number=by_number)
     bundle.announce()
     target = choose_device(device)
+    plan = plan_of(bundle.model.to(target), precision, "evaluate")
     if on_plan is not None:
-        on_plan(evaluation_plan(bundle.model.to(target), precision))
+        on_plan(str(plan))
+    model = prepare(bundle.model, plan)
     data = EvaluationData(source, bundle.preprocess, batch, bad_files="skip")
     batches = evaluation_batches(data, workers=workers, pin=target.type == "cuda")
     if on_progress is not None:
         batches = _with_progress(batches, on_progress, len(source))
     return evaluate(
-        prepare(bundle.model.to(target), precision),
+        CapturedModel(model, target, precision) if plan.graphs else model,
         batches,
         source,
         preprocess=bundle.preprocess,
@@ -64,11 +65,6 @@ def evaluate_bundle(
         kind=kind,
         task=task,
     )
-
-
-def evaluation_plan(model: ViT, precision: Precision) -> str:
-    """Return the execution plan of an evaluation, which uses no CUDA graphs; the model is on its device."""
-    return str(plan_of(model, precision)._replace(graphs=False))
 
 
 def evaluate_chosen(

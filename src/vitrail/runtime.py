@@ -67,13 +67,13 @@ def choose_device(name: str = "auto") -> torch.device:
     return device
 
 
-def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[object]:
-    """Return an autocast context for `precision`; float32 changes nothing."""
+def autocast(device: torch.device, precision: Precision, *, cache: bool = True) -> AbstractContextManager[object]:
+    """Return an autocast context for `precision`; float32 changes nothing. `cache` keeps cast weights until its end."""
     if precision == "float32":
         return contextlib.nullcontext()
     if precision not in _DTYPES:
         raise ConfigError(f"no precision is called {precision!r}; choose float32, bf16 or fp16")
-    return torch.autocast(device.type, dtype=_DTYPES[precision])
+    return torch.autocast(device.type, dtype=_DTYPES[precision], cache_enabled=cache)
 
 
 def faster_in_bf16(device: torch.device) -> bool:

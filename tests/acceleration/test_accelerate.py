@@ -10,8 +10,9 @@ from torch import Tensor
 
 import vitrail
 from vitrail import Bundle
-from vitrail.acceleration.accelerate import Accelerated, accelerate
+from vitrail.acceleration.accelerate import Accelerated, _is_same, accelerate
 from vitrail.acceleration.engine import prepare
+from vitrail.acceleration.planner import plan_of
 from vitrail.errors import ConfigError, InputError
 from vitrail.runtime import autocast
 
@@ -27,7 +28,7 @@ def test_on_a_cpu_bf16_equals_the_engine(kind: str) -> None:
     made.model.train()  # the caller's model keeps its mode
     fast = vitrail.accelerate(made.model)
     with torch.inference_mode(), autocast(CPU, "bf16"):
-        expected = prepare(made.model, "bf16").eval()(images).float()
+        expected = prepare(made.model, plan_of(made.model, "bf16")).eval()(images).float()
     assert torch.equal(fast(images), expected)
     assert fast(images).dtype == torch.float32
     assert made.model.training
@@ -102,3 +103,15 @@ def test_unsupported_options(precision: str, message: str) -> None:
 def test_only_a_vit_is_accepted() -> None:
     with pytest.raises(ConfigError, match=r"accelerate takes a ViT, not a Bundle; for a bundle, pass bundle\.model"):
         accelerate(bundle())
+
+
+def test_the_same_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph would silently copy images from another GPU."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    cpu, current, first, second = map(torch.device, ("cpu", "cuda", "cuda:0", "cuda:1"))
+    assert _is_same(cpu, cpu)
+    assert _is_same(first, first)
+    assert _is_same(current, second)
+    assert not _is_same(current, first)
+    assert not _is_same(first, second)
+    assert not _is_same(cpu, first)

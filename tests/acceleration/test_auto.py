@@ -11,7 +11,7 @@ from torch import Tensor
 from vitrail.acceleration import auto
 from vitrail.acceleration.auto import AutoPrecisionEngine, choose_precision
 from vitrail.acceleration.engine import Engine, Kind, open_engine
-from vitrail.acceleration.planner import Hardware
+from vitrail.acceleration.planner import ExecutionPlan, Hardware
 from vitrail.errors import ConfigError
 from vitrail.runtime import Precision
 
@@ -33,6 +33,7 @@ class Fake:
 
     def __init__(self, precision: Precision, outputs: Tensor, seconds: float) -> None:
         self.precision, self.outputs, self.seconds = precision, outputs, seconds
+        self.plan = ExecutionPlan("eager", precision)
         self.images = 0
 
     def __call__(self, pixels: Tensor) -> Tensor:

@@ -87,11 +87,21 @@ def test_the_number_of_graphs_is_bounded() -> None:
     for size in SIZES:
         for images in (pixels(size).contiguous(), pixels(size).contiguous(memory_format=torch.channels_last)):
             made(images)
-    assert len(made.graphs.captured) <= made.graphs.most == 2 * len(SIZES)
+    assert len(made.graphs.captured) == 2 * len(SIZES) <= made.graphs.most
     with pytest.raises(InputError):
         made(pixels(2)[..., :16])
     assert len(made.graphs.captured) <= made.graphs.most
     assert made(pixels(2)).isfinite().all()
+
+
+@pytest.mark.parametrize(("batch", "size"), [(100, 100), (CHUNK, CHUNK), (2 * CHUNK, CHUNK), (2 * CHUNK + 88, 200)])
+def test_the_batch_size_of_a_job_is_captured(batch: int, size: int) -> None:
+    made, images = engine(), pixels(batch)
+    first = made(images)
+    assert torch.equal(made(images), first)
+    assert torch.equal(made(images), first)
+    assert made.graphs is not None
+    assert [key.shape[0] for key in made.graphs.captured] == [size]
 
 
 def test_the_engine_follows_its_plan() -> None:

@@ -1,5 +1,7 @@
 """The planner: the path of every kind of hardware and model, and the reason where it is not the fastest."""
 
+import sys
+from types import ModuleType
 from typing import Any, get_args
 
 import pytest
@@ -17,6 +19,8 @@ from vitrail.acceleration.planner import (
     TITLES,
     ExecutionPath,
     Hardware,
+    Purpose,
+    _kernel_error,
     can_checkpoint,
     hardware_of,
     plan_inference,
@@ -25,17 +29,20 @@ from vitrail.acceleration.planner import (
     unsupported_by_fused_encoder,
     unsupported_by_fused_training,
     unsupported_by_onednn,
+    usual_precision,
+    usual_precisions,
 )
 from vitrail.errors import ConfigError
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
+from vitrail.runtime import Precision
 
 HOPPER = Hardware("cuda", fast_bf16=True, capability=(9, 0), kernels=True, short_attention=True)
 ADA = HOPPER._replace(capability=(8, 9), short_attention=False)
 AMPERE = ADA._replace(capability=(8, 0))
 T4 = Hardware("cuda", capability=(7, 5), kernels=True)
-T4_WITHOUT_TRITON = T4._replace(kernels=False)
-WITHOUT_TRITON = HOPPER._replace(kernels=False, short_attention=False)
+T4_WITHOUT_TRITON = T4._replace(kernels=False, kernel_error="No module named 'triton'")
+WITHOUT_TRITON = HOPPER._replace(kernels=False, kernel_error="No module named 'triton'", short_attention=False)
 AMX = Hardware("cpu", fast_bf16=True, onednn_bf16=True, short_attention=True)
 AVX512 = AMX._replace(fast_bf16=False)
 OLD_CPU = AVX512._replace(onednn_bf16=False)
@@ -59,21 +66,29 @@ ROTARY = ViTConfig(position="rope_2d")
             "fused CUDA path, bf16, CUDA graphs: this GPU does not support fp8, which needs Ada or Hopper",
         ),
         (HOPPER, ROTARY, "bf16", "eager, bf16, CUDA graphs: the fused path does not support rotary positions"),
-        (WITHOUT_TRITON, PLAIN, "bf16", "eager, bf16, CUDA graphs: Triton or a C compiler is missing"),
-        (HOPPER, PLAIN, "float32", "eager, float32, CUDA graphs"),
-        (HOPPER, PLAIN, "fp16", "eager, fp16, CUDA graphs"),
-        (AMPERE, PLAIN, "fp16", "eager, fp16, CUDA graphs"),
-        (AMPERE, PLAIN, "float32", "eager, float32, CUDA graphs"),
+        (
+            WITHOUT_TRITON,
+            PLAIN,
+            "bf16",
+            "eager, bf16, CUDA graphs: the Triton kernels do not run (No module named 'triton')",
+        ),
+        (HOPPER, PLAIN, "float32", "eager, float32, CUDA graphs: bf16 is faster on this GPU"),
+        (HOPPER, PLAIN, "fp16", "eager, fp16, CUDA graphs: the fused path needs bf16"),
+        (HOPPER, ROTARY, "fp16", "eager, fp16, CUDA graphs"),
+        (AMPERE, PLAIN, "fp16", "eager, fp16, CUDA graphs: the fused path needs bf16"),
+        (AMPERE, PLAIN, "float32", "eager, float32, CUDA graphs: bf16 is faster on this GPU"),
         (T4, PLAIN, "fp16", "eager, fp16, CUDA graphs"),
         (T4, PLAIN, "bf16", "fused CUDA path, bf16, CUDA graphs: this GPU is slow in bf16; use fp16"),
-        (T4, ROTARY, "bf16", "eager, bf16, CUDA graphs: the fused path does not support rotary positions"),
-        (T4_WITHOUT_TRITON, PLAIN, "bf16", "eager, bf16, CUDA graphs: Triton or a C compiler is missing"),
-        (T4, PLAIN, "float32", "eager, float32, CUDA graphs: this GPU is slow in bf16"),
+        (T4, ROTARY, "bf16", "eager, bf16, CUDA graphs: this GPU is slow in bf16; use fp16"),
+        (T4_WITHOUT_TRITON, PLAIN, "bf16", "eager, bf16, CUDA graphs: this GPU is slow in bf16; use fp16"),
+        (T4, PLAIN, "float32", "eager, float32, CUDA graphs: fp16 is faster on this GPU"),
         (AMX, PLAIN, "bf16", "packed oneDNN path, bf16"),
         (AMX, ROTARY, "bf16", "eager, bf16: the packed path does not support rotary positions"),
-        (OLD_CPU, PLAIN, "bf16", "eager, bf16: oneDNN has no bf16 on this CPU"),
-        (AMX, PLAIN, "float32", "eager, float32"),
-        (AVX512, PLAIN, "bf16", "packed oneDNN path, bf16"),
+        (AMX._replace(onednn_bf16=False), PLAIN, "bf16", "eager, bf16: oneDNN has no bf16 on this CPU"),
+        (OLD_CPU, PLAIN, "bf16", "eager, bf16: this CPU is slow in bf16; use float32"),
+        (AMX, PLAIN, "float32", "eager, float32: bf16 is faster on this CPU"),
+        (AMX, PLAIN, "fp16", "eager, fp16: the packed path needs bf16"),
+        (AVX512, PLAIN, "bf16", "packed oneDNN path, bf16: this CPU is slow in bf16; use float32"),
         (AVX512, PLAIN, "float32", "eager, float32: this CPU has no bf16 matrix units"),
         (OLD_CPU, PLAIN, "float32", "eager, float32: this CPU has no bf16 matrix units"),
         (OLD_CPU, PLAIN, "fp8", "eager, bf16: fp8 needs an NVIDIA GPU (Ada or later), but the model is on cpu"),
@@ -97,11 +112,21 @@ def test_inference(hardware: Hardware, config: ViTConfig, precision: str, line: 
         (HOPPER, PLAIN, {"compiled": False}, "eager, bf16"),
         (ADA, PLAIN, {}, "fused CUDA path, compiled, bf16, CUDA graphs"),
         (AMPERE, PLAIN, {}, "fused CUDA path, compiled, bf16, CUDA graphs"),
-        (WITHOUT_TRITON, PLAIN, {}, "compiled, bf16: Triton or a C compiler is missing"),
-        (T4, PLAIN, {}, "compiled, bf16: this GPU is slow in bf16"),
-        (T4, PLAIN, {"precision": "fp16"}, "compiled, fp16: the fused path needs bf16"),
+        (WITHOUT_TRITON, PLAIN, {}, "compiled, bf16: the Triton kernels do not run (No module named 'triton')"),
+        (HOPPER, PLAIN, {"precision": "float32"}, "compiled, float32: the fused path needs bf16"),
+        (HOPPER, PLAIN, {"precision": "float32", "compiled": False}, "eager, float32: bf16 is faster on this GPU"),
+        (T4, PLAIN, {}, "compiled, bf16: this GPU is slow in bf16; use fp16"),
+        (T4, PLAIN, {"precision": "float32"}, "compiled, float32: fp16 is faster on this GPU"),
+        (
+            T4,
+            PLAIN,
+            {"precision": "fp16"},
+            "compiled, fp16: the fused path needs a GPU that is fast in bf16, Ampere or later",
+        ),
         (T4, PLAIN, {"precision": "fp16", "compiled": False}, "eager, fp16"),
-        (T4, PLAIN, {"precision": "float32", "compiled": False}, "eager, float32: this GPU is slow in bf16"),
+        (T4, PLAIN, {"precision": "float32", "compiled": False}, "eager, float32: fp16 is faster on this GPU"),
+        (T4, PLAIN, {"compiled": False}, "eager, bf16: this GPU is slow in bf16; use fp16"),
+        (OLD_CPU, PLAIN, {"compiled": False}, "eager, bf16: this CPU is slow in bf16; use float32"),
         (AMX, PLAIN, {"compiled": False}, "eager, bf16"),
         (OLD_CPU, PLAIN, {}, "compiled, bf16: the fused path needs an NVIDIA GPU"),
         (APPLE, PLAIN, {"precision": "float32", "compiled": False}, "eager, float32"),
@@ -110,6 +135,70 @@ def test_inference(hardware: Hardware, config: ViTConfig, precision: str, line: 
 def test_training(hardware: Hardware, config: ViTConfig, options: dict[str, object], line: str) -> None:
     plan = plan_training(config, hardware, **{"precision": "bf16", "compiled": True, **options})
     assert str(plan) == line
+
+
+@pytest.mark.parametrize(
+    ("hardware", "purpose", "precision", "line"),
+    [
+        (HOPPER, "evaluate", "bf16", "fused CUDA path, bf16, CUDA graphs"),
+        (HOPPER, "features", "bf16", "fused CUDA path, bf16"),
+        (HOPPER, "features", "float32", "eager, float32: bf16 is faster on this GPU"),
+        (AMX, "evaluate", "bf16", "packed oneDNN path, bf16"),
+        (AMX, "features", "bf16", "eager, bf16: the packed path does not compute features"),
+        (AVX512, "features", "bf16", "eager, bf16: this CPU is slow in bf16; use float32"),
+    ],
+)
+def test_purposes(hardware: Hardware, purpose: Purpose, precision: Precision, line: str) -> None:
+    plan = plan_inference(PLAIN, hardware, precision, purpose)
+    assert str(plan) == line
+    assert not plan.cpu_threads  # only an engine splits batches
+
+
+def test_where_batches_are_split_between_threads() -> None:
+    assert [hardware for hardware in EVERYTHING if plan_inference(PLAIN, hardware, "float32").cpu_threads] == [
+        AMX,
+        AVX512,
+        OLD_CPU,
+    ]
+
+
+def test_the_usual_precisions() -> None:
+    assert [hardware for hardware in EVERYTHING if usual_precision(hardware) == "bf16"] == [
+        HOPPER,
+        ADA,
+        AMPERE,
+        WITHOUT_TRITON,
+        AMX,
+    ]
+    assert usual_precisions(torch.device("cpu")) == ("float32", "bf16")
+    assert usual_precisions(torch.device("cuda")) == ("float32", "bf16", "fp16")
+
+
+def test_kernels_that_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason is kept; running out of memory says nothing about the kernels, which are tried again."""
+    errors: list[Exception] = [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("Failed to find C compiler.\nPlease specify one"),
+    ]
+
+    def norm(*_: object) -> None:
+        if errors:
+            raise errors.pop(0)
+
+    kernels = ModuleType("kernels")
+    kernels.norm = norm  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vitrail.acceleration.cuda.inference.kernels", kernels)
+    _kernel_error.cache_clear()
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            _kernel_error(torch.device("cpu"))
+        assert _kernel_error(torch.device("cpu")) == "Failed to find C compiler."
+        assert not errors
+        assert _kernel_error(torch.device("cpu")) == "Failed to find C compiler."
+        _kernel_error.cache_clear()
+        assert _kernel_error(torch.device("cpu")) == ""
+    finally:
+        _kernel_error.cache_clear()
 
 
 @settings(derandomize=True, deadline=None, max_examples=100)
@@ -157,13 +246,17 @@ def test_every_inference_plan(config: ViTConfig, hardware: Hardware, precision: 
     assert plan.graphs == (hardware.kind == "cuda")
     assert plan.precision == ("bf16" if precision == "fp8" and plan.path != "fp8_encoder" else precision)
     assert str(plan).startswith(f"{TITLES[plan.path]}, {plan.precision}")
-    if wanted and plan.path not in wanted:
+    slow = hardware in (T4, T4_WITHOUT_TRITON, AVX512, OLD_CPU)
+    if precision == "bf16" and slow:
+        assert "is slow in bf16; use " in plan.reason
+    elif wanted and plan.path not in wanted:
         assert plan.reason
         assert [lacks for path, lacks in paths.items() if path in wanted and lacks not in plan.reason] == []
-    elif wanted:
-        assert bool(plan.reason) == (hardware is T4)
+    elif precision == "fp16":
+        fast = {path for path, lacks in paths.items() if not lacks} - {"fp8_encoder"}
+        assert bool(plan.reason) == (bool(fast) and not slow)
     else:
-        assert bool(plan.reason) == (precision == "float32" and hardware in (T4, T4_WITHOUT_TRITON, AVX512, OLD_CPU))
+        assert bool(plan.reason) == (precision == "float32" and hardware is not APPLE)
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)
@@ -193,7 +286,8 @@ def test_every_path_is_planned_somewhere() -> None:
     precisions: tuple[Any, ...] = ("float32", "bf16", "fp8")
     planned = {plan_inference(PLAIN, hardware, precision).path for hardware in EVERYTHING for precision in precisions}
     planned |= {plan_training(PLAIN, hardware, "bf16", compiled=True).path for hardware in EVERYTHING}
-    assert planned == set(get_args(ExecutionPath)) == set(TITLES)
+    chosen = {"onnx", "openvino"}  # by the user, as an engine
+    assert planned | chosen == set(get_args(ExecutionPath)) == set(TITLES)
 
 
 def test_this_machine() -> None:

@@ -10,6 +10,7 @@ from tests.support.peer_models import SMALL, timm_vit
 from tests.support.peers import import_peer, relative_error, scramble
 
 from vitrail.acceleration.cuda.inference.encoder import EncoderPrecision
+from vitrail.acceleration.planner import plan_of
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import load
 from vitrail.data.preprocess import Preprocess
@@ -236,7 +237,7 @@ def test_the_fast_encoder_gives_the_same_features(class_token: str, pool: str) -
 def test_on_a_cpu_features_are_bit_identical_to_the_models(precision: Precision) -> None:
     model, x = bundle().model.eval(), normalised(images())
     for request in REQUESTS:
-        ready = request.ready(model, precision)
+        ready = request.ready(model, plan_of(model, precision, "features"))
         assert isinstance(ready, ViT)
         with torch.inference_mode(), autocast(torch.device("cpu"), precision):
             assert torch.equal(request.take(ready, x), request.take(model, x))

@@ -18,10 +18,10 @@ from tests.support.commands import PLAN, CommandOutput, RunCommand, run_command
 from tests.support.prediction_jobs import read_rows, tiny_bundle, tiny_images
 
 from vitrail.data.inputs import Item
+from vitrail.inference.bulk_prediction import predict_items
 from vitrail.inference.classifier import Classifier
 from vitrail.inference.jobs import Output
 from vitrail.inference.listing import list_items
-from vitrail.inference.predict import predict_items
 
 ROOT = Path(__file__).parents[2]
 
@@ -280,7 +280,7 @@ import torch
 from tests.support.prediction_jobs import tiny_bundle
 from vitrail.inference.classifier import Classifier
 from vitrail.inference.listing import list_items
-from vitrail.inference.predict import predict_items
+from vitrail.inference.bulk_prediction import predict_items
 
 def resident():
     # This process and its workers; shared memory is counted for each, and does not grow either.

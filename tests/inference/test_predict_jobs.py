@@ -14,7 +14,7 @@ from tests.support.prediction_jobs import read_rows, tiny_bundle, tiny_images
 
 from vitrail.errors import ConfigError, DataError
 from vitrail.inference import jobs
-from vitrail.inference.predict import Summary, predict_files
+from vitrail.inference.bulk_prediction import Summary, predict_files
 from vitrail.inference.writing import PredictionRow
 from vitrail.tasks.classification import ClassPrediction
 from vitrail.tasks.lookup import CLASSIFICATION
@@ -195,7 +195,7 @@ def test_a_foreign_file_does_not_count_as_finished(images: list[Path], tmp_path:
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
 def test_a_file_finished_by_another_process_is_kept(format: str, tmp_path: Path) -> None:
     target = tmp_path / f"rows.{format}"
-    job = jobs.Job("", "", 1, "torch", "float32", format, "float32")
+    job = jobs.PredictJob("", "", 1, "torch", "float32", format, "float32")
 
     def opened(resume: bool = False, overwrite: bool = False) -> jobs.Output:
         return jobs.Output(target, job, CLASSIFICATION.rows, resume=resume, overwrite=overwrite)

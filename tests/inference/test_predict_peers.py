@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import load
-from vitrail.inference.predict import predict_files
+from vitrail.inference.bulk_prediction import predict_files
 
 SIZES = [(100, 75), (75, 100), (32, 32), (20, 16), (203, 61), (17, 133), (256, 257), (64, 48)]
 CLASSES = 7

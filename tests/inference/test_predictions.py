@@ -110,6 +110,14 @@ def test_unreadable_images(photos: list[Path]) -> None:
         vitrail.predict("bundle", [b"no image", b""], device="cpu", precision="auto")
 
 
+def test_skipped_files_are_logged(photos: list[Path], caplog: pytest.LogCaptureFixture) -> None:
+    Path("p/notes.md").write_text("no image")
+    assert len(vitrail.predict("bundle", "p", device="cpu")) == len(photos)
+    assert [record.message for record in caplog.records if record.name == "vitrail"] == [
+        "1 file was skipped: no image suffix (p/notes.md)"
+    ]
+
+
 def test_wrong_arguments(photos: list[Path]) -> None:
     with pytest.raises(vitrail.ConfigError, match="only images with paths are written to a file"):
         vitrail.predict("bundle", np.zeros((8, 8, 3), np.uint8), output="rows.csv")

@@ -19,14 +19,14 @@ from vitrail.serving.app import Service
 from vitrail.serving.decoders import Decoders, FairQueue
 from vitrail.serving.decoding import check_upload
 from vitrail.serving.http_errors import HttpError
-from vitrail.serving.settings import Settings, name_models
+from vitrail.serving.settings import Settings
 
 PREPROCESS = Preprocess(size=(16, 16))
 
 
 def with_decoders(ask: Callable[[Decoders], Awaitable[None]], **changes: object) -> None:
     async def run() -> None:
-        decoders = Decoders(Settings(models=name_models(["m"]), **changes))
+        decoders = Decoders(Settings(models=["m"], **changes))
         try:
             await decoders.start()
             await ask(decoders)

@@ -27,7 +27,7 @@ from tests.support.live_server import Running, image, save_tiny, sent, server
 
 from vitrail.serving.app import Service
 from vitrail.serving.openapi import document
-from vitrail.serving.settings import Settings, name_models
+from vitrail.serving.settings import Settings
 
 UPLOADS = 2000
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*jsonschema.*")
@@ -44,7 +44,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def test_the_openapi_document_lists_every_route(tmp_path: Path) -> None:
-    service_settings = Settings(models=name_models([str(save_tiny(tmp_path / "m"))]), device="cpu")
+    service_settings = Settings(models=[str(save_tiny(tmp_path / "m"))], device="cpu")
     described = document(service_settings)
     assert described == json.loads(json.dumps(described))
     paths = set(described["paths"])

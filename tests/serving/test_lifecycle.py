@@ -30,7 +30,7 @@ from vitrail.runtime import autocast
 from vitrail.serving.http_errors import HttpError
 from vitrail.serving.lifecycle import Lifecycle
 from vitrail.serving.run import serve
-from vitrail.serving.settings import Settings, name_models
+from vitrail.serving.settings import NamedSource, Settings
 
 PNG = {"content-type": "image/png"}
 
@@ -295,7 +295,7 @@ def test_a_corrupt_bundle_does_not_start(tmp_path: Path) -> None:
     bundle = save_tiny(tmp_path / "m")
     damage(bundle)
     with pytest.raises(CheckpointError, match=r"model\.safetensors is corrupt"):
-        serve(Settings(models=name_models([str(bundle)]), port=0))
+        serve(Settings(models=[str(bundle)], port=0))
 
 
 def test_a_model_with_non_finite_output_does_not_start(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_a_model_with_non_finite_output_does_not_start(tmp_path: Path) -> None:
         bundle.model.head.weight.fill_(float("nan"))
     bundle.save(tmp_path / "m", overwrite=True)
     with pytest.raises(Diverged, match="the model's output is not finite"):
-        serve(Settings(models=name_models([str(tmp_path / "m")]), port=0, device="cpu"))
+        serve(Settings(models=[str(tmp_path / "m")], port=0, device="cpu"))
 
 
 # ── names and printing ──
@@ -320,19 +320,25 @@ def test_names(tmp_path: Path) -> None:
         "hf:org/vit@main",
         "my model/",
     ]
-    names = [named.name for named in name_models([*words, str(tmp_path / "a=b")])]
+    names = [named.name for named in Settings(models=[*words, str(tmp_path / "a=b")]).models]
     assert names == ["pets-1a2b3c", "digits", "B_16", "vit", "my-model", "a-b"]
-    assert name_models(["digits=runs/x/best"])[0].source == "runs/x/best"
+    assert Settings(models="digits=runs/x/best").models[0].source == "runs/x/best"
     for bad in ("=x", "a b=x", "-a=x", "a" * 65 + "=x"):
         with pytest.raises(ConfigError, match="is not a valid model name"):
-            Settings(models=name_models([bad]))
+            Settings(models=[bad])
+
+
+def test_every_way_to_name_models() -> None:
+    pets = NamedSource("pets", "runs/pets/best")
+    for models in (pets, [pets], ("pets=runs/pets/best",), "pets=runs/pets/best", "runs/pets/best", Path(pets.source)):
+        assert Settings(models=models).models == (pets,)
 
 
 def test_the_token_is_never_printed() -> None:
-    settings = Settings(models=name_models(["m"]), token="open-sesame")
+    settings = Settings(models=["m"], token="open-sesame")
     assert settings.redacted()["token"] == "set"
     for message in (repr(settings), str(settings), settings.to_json(), str(settings.redacted())):
         assert "open-sesame" not in message
     for wrong in ("", "two words", "é"):
         with pytest.raises(ConfigError, match="the token must be printable ASCII"):
-            Settings(models=name_models(["m"]), token=wrong)
+            Settings(models=["m"], token=wrong)

@@ -1,23 +1,27 @@
 """A served model, without HTTP."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import openvino
 import pytest
 import torch
+from tests.support.commands import PLAN
 from tests.support.tiny_models import bundle
 from torch import Tensor
 
+from vitrail.acceleration import auto
 from vitrail.acceleration.engine import open_engine
+from vitrail.acceleration.planner import ExecutionPlan, Hardware
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.errors import Diverged
 from vitrail.inference.features import FeatureRequest
 from vitrail.runtime import Precision, autocast
 from vitrail.serving.lifecycle import Counters
-from vitrail.serving.model_registry import ServedModel
-from vitrail.serving.operations import Embed
+from vitrail.serving.model_registry import ModelRegistry, ServedModel
+from vitrail.serving.operations import Embed, Predict
 from vitrail.serving.settings import NamedSource, Settings
 
 CPU = torch.device("cpu")
@@ -83,6 +87,43 @@ def test_auto_precision_does_not_apply_to_features(opened: Open) -> None:
     assert torch.equal(embedded(served, images()), expected(original, FeatureRequest(), "float32"))
 
 
+def plans_in(log: pytest.LogCaptureFixture) -> list[str]:
+    return [record.__dict__["fields"]["plan"] for record in log.records if record.message == "plan"]
+
+
+def test_the_plan_is_logged_when_a_precision_is_chosen(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "vitrail.serving")
+    monkeypatch.setattr(auto, "hardware_of", lambda _: Hardware("cpu", fast_bf16=True))
+    monkeypatch.setattr(auto, "_why_not", lambda _: None)
+    served = opened(bundle(), precision="auto")
+    served.warm_up()
+    assert served.description["precision"] == "float32"
+    served.run(Predict(top=1), [image.numpy() for image in images()] * (auto.IMAGES // 4))
+    assert served.plan.precision == "bf16"
+    assert plans_in(caplog) == [str(served.plan)]
+    assert [record.message for record in caplog.records] == ["precision", "plan"]
+
+
+def test_plans_are_logged_at_the_start_and_after_a_reload(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "vitrail.serving")
+    bundle().save(tmp_path / "a")
+    bundle("no_head").save(tmp_path / "b")
+
+    async def run() -> None:
+        settings = Settings(models=[str(tmp_path / "a"), str(tmp_path / "b")], device="cpu", precision="float32")
+        registry = ModelRegistry(settings, Counters())
+        await registry.start()
+        assert len(plans_in(caplog)) == 2
+        await registry.reload()
+        assert len(plans_in(caplog)) == 4
+        await registry.close()
+
+    asyncio.run(run())
+    assert all(PLAN.fullmatch(plan) for plan in plans_in(caplog))
+
+
 def test_other_engines_do_not_compute_features(opened: Open) -> None:
     original, abilities = bundle(), openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     served = opened(original, precision="bf16" if "BF16" in abilities else "float32", engine="openvino")
@@ -100,20 +141,21 @@ def test_a_model_is_prepared_once(opened: Open) -> None:
 
 
 def test_equivalent_feature_requests_share_a_prepared_model() -> None:
-    config = bundle().model.config
+    config, fused, eager = bundle().model.config, ExecutionPlan("fused_encoder", "bf16"), ExecutionPlan("eager", "bf16")
+    assert FeatureRequest(tokens="class", layer=0).cache_key(config, eager) == FeatureRequest()
     assert (
-        FeatureRequest(layer=-1, normalise=True).cache_key(config)
-        == FeatureRequest(layer=1).cache_key(config)
+        FeatureRequest(layer=-1, normalise=True).cache_key(config, fused)
+        == FeatureRequest(layer=1).cache_key(config, fused)
         == FeatureRequest()
     )
     assert (
-        FeatureRequest(layer=-2).cache_key(config)
-        == FeatureRequest(layer=0).cache_key(config)
+        FeatureRequest(layer=-2).cache_key(config, fused)
+        == FeatureRequest(layer=0).cache_key(config, fused)
         == FeatureRequest(layer=0)
-        == FeatureRequest(layer=0).cache_key(config)
+        == FeatureRequest(layer=0).cache_key(config, fused)
         == FeatureRequest(layer=0)
     )
-    assert FeatureRequest(tokens="class", raw=True).cache_key(config) == FeatureRequest(tokens="class")
+    assert FeatureRequest(tokens="class", raw=True).cache_key(config, fused) == FeatureRequest(tokens="class")
 
 
 def test_non_finite_features_fail_the_warm_up(opened: Open) -> None:

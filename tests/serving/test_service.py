@@ -20,7 +20,7 @@ from vitrail.serving.batching import BATCHES, Batcher
 from vitrail.serving.http_errors import HttpError
 from vitrail.serving.lifecycle import Counters
 from vitrail.serving.operations import Explain, Predict
-from vitrail.serving.settings import Settings, name_models
+from vitrail.serving.settings import Settings
 
 
 @pytest.fixture(scope="module")
@@ -231,9 +231,7 @@ def test_reload_one_model_or_all(bundle: Path) -> None:
             assert (await client.post(f"/v1/models/reload{query}")).json() == {"reloaded": names}
         assert (await client.post("/v1/models/reload?model=third")).status_code == 422
 
-    with_client(
-        Settings(models=name_models([str(bundle), f"second={bundle}"]), device="cpu", allow_hosts=("service",)), ask
-    )
+    with_client(Settings(models=[str(bundle), f"second={bundle}"], device="cpu", allow_hosts=("service",)), ask)
 
 
 def test_the_total_upload_limit(bundle: Path) -> None:

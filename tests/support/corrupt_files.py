@@ -33,7 +33,7 @@ from vitrail.data.sources.index_files import YOUNG_NS
 from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.selection import choose_images, recorded_split
 from vitrail.errors import VitrailError
-from vitrail.inference.predict import predict_files
+from vitrail.inference.bulk_prediction import predict_files
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 from vitrail.training.run_folder import write_json

@@ -25,7 +25,7 @@ from PIL import Image
 import vitrail
 from vitrail.models.vit import ViT
 from vitrail.serving.app import Service
-from vitrail.serving.settings import Settings, name_models
+from vitrail.serving.settings import Settings
 
 SOURCE = Path(vitrail.__file__).parent
 TINY = ["model.width=16", "model.depth=1", "model.heads=1", "model.patch_size=4", "model.stem=conv", "batch=64",
@@ -115,7 +115,7 @@ def request_to_response(bundle: Path, image: Path) -> Way:
     tracer = Tracer()
 
     async def run() -> None:
-        service = Service(Settings(models=name_models([str(bundle)]), device="cpu", allow_hosts=("service",)))
+        service = Service(Settings(models=[str(bundle)], device="cpu", allow_hosts=("service",)))
         await service.start()
         transport = httpx.ASGITransport(app=service.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from vitrail.checkpoints.load import load
-from vitrail.inference.predict import predict_files
+from vitrail.inference.bulk_prediction import predict_files
 
 
 def main() -> None:

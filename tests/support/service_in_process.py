@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from vitrail.serving.app import Service
-from vitrail.serving.settings import Settings, name_models
+from vitrail.serving.settings import Settings
 
 PNG = {"content-type": "image/png"}
 
@@ -31,4 +31,4 @@ def with_client(
 
 
 def settings_for(bundle: Path, **changes: Any) -> Settings:
-    return Settings(models=name_models([str(bundle)]), device="cpu", **{"allow_hosts": ("service",), **changes})
+    return Settings(models=[str(bundle)], device="cpu", **{"allow_hosts": ("service",), **changes})

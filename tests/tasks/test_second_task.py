@@ -26,7 +26,7 @@ from torch import Tensor
 import vitrail
 from vitrail.data.sources.source import Source
 from vitrail.errors import CheckpointError, ConfigError
-from vitrail.inference.predict import predict_files
+from vitrail.inference.bulk_prediction import predict_files
 from vitrail.metrics.intervals import Interval, bootstrap_mean
 from vitrail.serving.app import Service
 from vitrail.tasks import lookup

@@ -15,7 +15,7 @@ from vitrail.errors import CheckpointError
 from vitrail.tasks.classification_metrics import classification_metrics
 from vitrail.tasks.lookup import CLASSIFICATION
 from vitrail.tasks.task import Predictions
-from vitrail.training.predictions import write_test_predictions
+from vitrail.training.split_predictions import write_test_predictions
 from vitrail.training.train import train
 
 

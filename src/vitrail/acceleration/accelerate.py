@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from vitrail.acceleration.cuda.fp8.calibration import calibrate
 from vitrail.acceleration.cuda.graphs import CudaGraphs
 from vitrail.acceleration.cuda.inference.encoder import EncoderPrecision
-from vitrail.acceleration.cuda.inference.model import FastModel
 from vitrail.acceleration.engine import prepare
 from vitrail.acceleration.planner import plan_of
 from vitrail.errors import ConfigError, suggest
@@ -41,7 +40,15 @@ class Accelerated:
 
 
 def _is_batch(images: Tensor, device: torch.device) -> bool:
-    return isinstance(images, Tensor) and images.ndim == 4 and images.device.type == device.type
+    return isinstance(images, Tensor) and images.ndim == 4 and _is_same(images.device, device)
+
+
+def _is_same(one: torch.device, other: torch.device) -> bool:
+    """Return whether two devices are the same; "cuda" without an index is the current GPU."""
+    if one.type != other.type or one.type != "cuda":
+        return one.type == other.type
+    indices = {torch.cuda.current_device() if device.index is None else device.index for device in (one, other)}
+    return len(indices) == 1
 
 
 def _castable(images: Tensor) -> Tensor:
@@ -84,13 +91,10 @@ def accelerate(
     plan = plan_of(model, precision)
     if plan.precision != precision:
         raise ConfigError(f"{plan.reason}; use bf16")
-    match plan.path:
-        case "fp8_encoder":
-            if calibration is None:
-                raise ConfigError("fp8 needs calibration images; pass a batch of them as calibration, or use bf16")
-            encoder_precision = EncoderPrecision(exact=exact, inputs=calibrate(model, calibration))
-            return Accelerated(FastModel(model, encoder_precision), device, graphs=plan.graphs)
-        case "fused_encoder":
-            return Accelerated(FastModel(model, EncoderPrecision(exact=exact)), device, graphs=plan.graphs)
-        case _:
-            return Accelerated(prepare(model, "bf16").eval(), device, graphs=plan.graphs)
+    inputs = None
+    if plan.path == "fp8_encoder":
+        if calibration is None:
+            raise ConfigError("fp8 needs calibration images; pass a batch of them as calibration, or use bf16")
+        inputs = calibrate(model, calibration)
+    prepared = prepare(model, plan, EncoderPrecision(exact=exact, inputs=inputs)).eval()
+    return Accelerated(prepared, device, graphs=plan.graphs)

@@ -6,6 +6,7 @@ An engine normalises the pixels itself; its input is the output of `Preprocess.f
 """
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol, get_args
 
@@ -21,7 +22,7 @@ from vitrail.acceleration.cuda.inference.model import FastModel
 from vitrail.acceleration.export.graph import Graph, output_name, require, trace
 from vitrail.acceleration.export.onnx import OnnxFile, onnx_program, write_onnx
 from vitrail.acceleration.export.openvino import Compiled, check_precision, openvino_model
-from vitrail.acceleration.planner import plan_of
+from vitrail.acceleration.planner import ExecutionPlan, plan_of
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, suggest
 from vitrail.models.vit import ViT
@@ -46,6 +47,10 @@ class Engine(Protocol):
     def precision(self) -> Precision:
         """The precision it computes in."""
 
+    @property
+    def plan(self) -> ExecutionPlan:
+        """How it computes the model."""
+
     def __call__(self, pixels: Tensor) -> Tensor:
         """Return logits (B, K) for images (B, C, H, W) of uint8, in float32 on the CPU."""
 
@@ -53,17 +58,17 @@ class Engine(Protocol):
 class TorchEngine:
     """The model in torch.
 
-    On a GPU, small batches are padded to one of a few sizes and run as CUDA graphs. As usual, logits depend on the
-    batch size only up to rounding.
+    On a GPU, batches run as CUDA graphs: small ones padded to one of a few sizes, larger ones in chunks whose size is
+    captured when it is used again. As usual, logits depend on the batch size only up to rounding.
     """
 
     kind: Kind = "torch"
 
     def __init__(self, model: ViT, preprocess: Preprocess, device: torch.device, precision: Precision) -> None:
         self.device, self.precision = device, precision
-        self.compute = FromPixels(prepare(model.to(device).eval(), precision), preprocess, device, precision)
-        self.plan = plan_of(model, precision)
-        self.cpu_threads = CpuThreads() if device.type == "cpu" else None
+        self.plan = plan_of(model.to(device).eval(), precision)
+        self.compute = FromPixels(prepare(model, self.plan), preprocess, device, precision)
+        self.cpu_threads = CpuThreads() if self.plan.cpu_threads else None
         self.graphs: CudaGraphs | None = None
         if self.plan.graphs:
             self.graphs = CudaGraphs(self.compute, device, sizes=SIZES, keep_alive=self.compute.weights())
@@ -77,9 +82,9 @@ class TorchEngine:
     def _run(self, pixels: Tensor) -> Tensor:
         if self.graphs is None:
             return self.compute(pixels.to(self.device)).cpu()
-        return (self.graphs(pixels) if len(pixels) <= CHUNK else self._run_chunks(pixels)).cpu()
+        return (self.graphs(pixels) if len(pixels) <= CHUNK else self._run_chunks(self.graphs, pixels)).cpu()
 
-    def _run_chunks(self, pixels: Tensor) -> Tensor:
+    def _run_chunks(self, compute: CudaGraphs, pixels: Tensor) -> Tensor:
         """Overlap copying images to the device with computing the previous ones."""
         copy_stream, compute_stream = self.copy_stream, torch.cuda.current_stream(self.device)
         outputs = []
@@ -89,7 +94,7 @@ class TorchEngine:
                 on_device = pinned.to(self.device, non_blocking=True)
             compute_stream.wait_stream(copy_stream)
             on_device.record_stream(compute_stream)
-            outputs.append(self.compute(on_device))
+            outputs.append(compute(on_device))
         return torch.cat(outputs)
 
 
@@ -132,6 +137,7 @@ class OnnxEngine:
             )
         require("onnxruntime", "onnx")  # before tracing, which takes a while
         self.precision: Precision = precision
+        self.plan = ExecutionPlan("onnx", precision)
         program = onnx_program(trace(Graph(model, preprocess)), output_name(model))
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             path = Path(folder) / "model.onnx"
@@ -152,6 +158,7 @@ class OpenVinoEngine:
         check_runs_on_cpu("OpenVINO", device)
         check_precision(precision)  # before tracing, which takes a while
         self.precision: Precision = precision
+        self.plan = ExecutionPlan("openvino", precision)
         program = onnx_program(trace(Graph(model, preprocess)), output_name(model), extra="openvino")
         self.session = Compiled(openvino_model(program), precision)
 
@@ -188,12 +195,34 @@ def check_runs_on_cpu(runtime: str, device: torch.device) -> None:
         raise ConfigError(f"{runtime} runs on the CPU only, not on {device}; use --device cpu, or the engine torch")
 
 
-def prepare(model: ViT, precision: Precision) -> nn.Module:
-    """Return a faster model with the same outputs under autocast."""
-    match plan_of(model, precision).path:
-        case "fused_encoder":
-            return FastModel(model, EncoderPrecision())
+def prepare(model: ViT, plan: ExecutionPlan, numbers: EncoderPrecision | None = None) -> nn.Module:
+    """Return the model of a plan, with the same outputs under autocast; `numbers` are those of the fused encoder."""
+    match plan.path:
+        case "fused_encoder" | "fp8_encoder":
+            return FastModel(model, numbers or EncoderPrecision())
         case "onednn":
             return cast_matrices(pack(model, torch.bfloat16), torch.bfloat16)
         case _:
-            return cast_once(model, precision)
+            return cast_once(model, plan.autocast)
+
+
+class CapturedModel(nn.Module):
+    """A prepared model on a CUDA device that runs as CUDA graphs, for callers that normalise the images themselves."""
+
+    def __init__(self, model: nn.Module, device: torch.device, precision: Precision) -> None:
+        super().__init__()
+        self.model = model
+        weights = [*model.parameters(), *model.buffers()]
+        # Not a bound method, which would create a reference cycle.
+        self.graphs = CudaGraphs(partial(_forward, model, device, precision), device, sizes=SIZES, keep_alive=weights)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the model's output for images (B, C, H, W) on the device."""
+        return self.graphs(images)
+
+
+def _forward(model: nn.Module, device: torch.device, precision: Precision, images: Tensor) -> Tensor:
+    # Without the cache of cast weights: it is freed with the caller's autocast context, while the graph still reads it.
+    with autocast(device, precision, cache=False):
+        output: Tensor = model(images)
+    return output

@@ -16,7 +16,11 @@ from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, faster_in_bf16
 
-ExecutionPath = Literal["eager", "onednn", "fused_encoder", "fp8_encoder", "compiled", "fused_training"]
+ExecutionPath = Literal[
+    "eager", "onednn", "fused_encoder", "fp8_encoder", "compiled", "fused_training", "onnx", "openvino"
+]
+Purpose = Literal["predict", "evaluate", "features"]
+"""What inference is for: an engine's logits, the logits of an evaluation, or the tokens of a layer."""
 TITLES: dict[ExecutionPath, str] = {
     "eager": "eager",
     "onednn": "packed oneDNN path",
@@ -24,6 +28,8 @@ TITLES: dict[ExecutionPath, str] = {
     "fp8_encoder": "fused CUDA path",
     "compiled": "compiled",
     "fused_training": "fused CUDA path, compiled",
+    "onnx": "ONNX Runtime",
+    "openvino": "OpenVINO",
 }
 FP8_CAPABILITY = (8, 9)
 """Ada, the first GPUs with fp8 tensor cores."""
@@ -41,7 +47,7 @@ SHORT_BY_HEAD_WIDTH = {16: 128, 32: 128, 64: 272, 128: 128}
 
 
 class Hardware(NamedTuple):
-    """What a plan depends on of a device."""
+    """The properties of a device that determine a plan."""
 
     kind: str
     """cpu, cuda or mps."""
@@ -51,6 +57,8 @@ class Hardware(NamedTuple):
     """The compute capability of a CUDA device."""
     kernels: bool = False
     """Our Triton kernels run on it."""
+    kernel_error: str = ""
+    """Why they do not, where they were tried."""
     onednn_bf16: bool = False
     """oneDNN packs weights and computes in bf16 on this CPU."""
     short_attention: bool = False
@@ -61,24 +69,28 @@ def hardware_of(device: torch.device) -> Hardware:
     """Return the hardware of a device on this machine."""
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-        kernels = _kernels_run(device)
-        short = kernels and _attention_is_verified(capability)
-        return Hardware("cuda", faster_in_bf16(device), capability, kernels, short_attention=short)
+        error = _kernel_error(device)
+        short = not error and _attention_is_verified(capability)
+        return Hardware("cuda", faster_in_bf16(device), capability, not error, error, short_attention=short)
     if device.type == "cpu":
         return Hardware("cpu", faster_in_bf16(device), onednn_bf16=_onednn_packs_bf16(), short_attention=True)
     return Hardware(device.type)
 
 
 @functools.cache
-def _kernels_run(device: torch.device) -> bool:
-    """Return whether the kernels run on a CUDA device: Triton, or the C compiler it needs, may be missing."""
+def _kernel_error(device: torch.device) -> str:
+    """Return why the kernels do not run on a CUDA device, such as a missing C compiler; empty if they do."""
     try:
         from vitrail.acceleration.cuda.inference.kernels import norm
 
         norm(torch.zeros(1, 16, device=device, dtype=torch.bfloat16), 1e-6)
-    except Exception:  # whatever fails in Triton, the model can run without it
-        return False
-    return True
+    except (
+        torch.OutOfMemoryError
+    ):  # says nothing about the kernels; an exception is not cached, so they are tried again
+        raise
+    except Exception as error:  # whatever fails in Triton, the model can run without it
+        return next(iter(str(error).splitlines()), "") or type(error).__name__
+    return ""
 
 
 def _attention_is_verified(capability: tuple[int, int]) -> bool:
@@ -153,46 +165,78 @@ class ExecutionPlan(NamedTuple):
     path: ExecutionPath
     precision: Precision | Literal["fp8"]
     graphs: bool = False
-    """Whether CUDA graphs are used: in inference always on a GPU, in training for the whole step."""
+    """Whether CUDA graphs are used: in training for the whole step, in inference for the batch sizes of
+    `cuda/graphs.py`."""
     reason: str = ""
-    """Why this is not the fastest path for the model and the device; empty if it is."""
+    """Why the model is not computed faster: what the model, the device or the precision lacks. Empty for the fastest
+    path, apart from fp8, which needs calibration images, and from `compile`, which is the user's choice."""
+    cpu_threads: bool = False
+    """Whether batches are split between CPU threads."""
 
     def __str__(self) -> str:
         """Return the plan as one line."""
         graphs = ", CUDA graphs" if self.graphs else ""
         return f"{TITLES[self.path]}, {self.precision}{graphs}{f': {self.reason}' if self.reason else ''}"
 
+    @property
+    def autocast(self) -> Precision:
+        """The precision of what autocast computes; fp8 is for matmuls of the fused encoder only."""
+        return "bf16" if self.precision == "fp8" else self.precision
 
-def plan_inference(config: ViTConfig, hardware: Hardware, precision: Precision | Literal["fp8"]) -> ExecutionPlan:
+
+def plan_inference(
+    config: ViTConfig,
+    hardware: Hardware,
+    precision: Precision | Literal["fp8"],
+    purpose: Purpose = "predict",
+) -> ExecutionPlan:
     """Plan inference. Where fp8 does not run, bf16 is planned, and the reason says why.
 
-    On a GPU, CUDA graphs are always used: a small model's kernels take less time than Python needs to launch them, also
-    with hundreds of images, and a large model is as fast with them as without.
+    On a GPU, logits are computed with CUDA graphs: a small model's kernels take less time than Python needs to launch
+    them, also with hundreds of images, and a large model is as fast with them as without. Features are computed without
+    graphs, since every request has its own function.
     """
-    cuda = hardware.kind == "cuda"
+    graphs = hardware.kind == "cuda" and purpose != "features"
+    threads = hardware.kind == "cpu" and purpose == "predict"
     if precision == "fp8":
         if why := why_not_fp8(config, hardware):
-            return plan_inference(config, hardware, "bf16")._replace(reason=why)
-        return ExecutionPlan("fp8_encoder", "fp8", graphs=True)
+            return plan_inference(config, hardware, "bf16", purpose)._replace(reason=why)
+        return ExecutionPlan("fp8_encoder", "fp8", graphs)
+    path, lacks = _fast_path(config, hardware, purpose)
     if precision != "bf16":
-        return ExecutionPlan("eager", precision, graphs=cuda, reason=_why_not_bf16(hardware, precision))
-    if cuda:
-        if why := _why_not_fused(hardware, unsupported_by_fused_encoder(config)):
-            return ExecutionPlan("eager", "bf16", graphs=True, reason=why)
-        slow = "" if hardware.fast_bf16 else "this GPU is slow in bf16; use fp16"
-        return ExecutionPlan("fused_encoder", "bf16", graphs=True, reason=slow)
-    lacks = unsupported_by_onednn(config)
-    reason = _first(
+        name = "fused" if path == "fused_encoder" else "packed"
+        needs = f"the {name} path needs bf16" if hardware.fast_bf16 and not lacks else ""
+        reason = needs if precision == "fp16" else _why_not_low(hardware)
+        return ExecutionPlan("eager", precision, graphs, reason, threads)
+    return ExecutionPlan("eager" if lacks else path, "bf16", graphs, _why_slow(hardware) or lacks, threads)
+
+
+def _fast_path(config: ViTConfig, hardware: Hardware, purpose: Purpose) -> tuple[ExecutionPath, str]:
+    """Return the fast path of a device in bf16, and why it does not run; empty if it does."""
+    if hardware.kind == "cuda":
+        return "fused_encoder", _why_not_fused(hardware, unsupported_by_fused_encoder(config))
+    unsupported = unsupported_by_onednn(config)
+    return "onednn", _first(
         (hardware.kind != "cpu", f"there is no fused path for {hardware.kind}"),
-        (bool(lacks), f"the packed path does not support {lacks}"),
+        (purpose == "features", "the packed path does not compute features"),
+        (bool(unsupported), f"the packed path does not support {unsupported}"),
         (not hardware.onednn_bf16, "oneDNN has no bf16 on this CPU"),
     )
-    return ExecutionPlan("eager" if reason else "onednn", "bf16", reason=reason)
 
 
-def plan_of(model: ViT, precision: Precision | Literal["fp8"]) -> ExecutionPlan:
+def plan_of(model: ViT, precision: Precision | Literal["fp8"], purpose: Purpose = "predict") -> ExecutionPlan:
     """Plan inference for a model on its own device."""
-    return plan_inference(model.config, hardware_of(next(model.parameters()).device), precision)
+    return plan_inference(model.config, hardware_of(next(model.parameters()).device), precision, purpose)
+
+
+def usual_precision(hardware: Hardware) -> Precision:
+    """Return the precision of training if the user sets none."""
+    return "bf16" if hardware.fast_bf16 else "float32"
+
+
+def usual_precisions(device: torch.device) -> tuple[Precision, ...]:
+    """Return the precisions that are worth measuring on a device."""
+    return ("float32", "bf16", "fp16") if device.type == "cuda" else ("float32", "bf16")
 
 
 def why_not_fp8(config: ViTConfig, hardware: Hardware) -> str:
@@ -202,7 +246,8 @@ def why_not_fp8(config: ViTConfig, hardware: Hardware) -> str:
     if hardware.capability < FP8_CAPABILITY:
         return "this GPU does not support fp8, which needs Ada or Hopper"
     if not hardware.kernels:
-        return "fp8 needs Triton, which comes with torch's CUDA builds for Linux, and a C compiler"
+        found = f" ({hardware.kernel_error})" if hardware.kernel_error else ""
+        return f"fp8 needs Triton, which comes with torch's CUDA builds for Linux, and a C compiler{found}"
     lacks = unsupported_by_fp8(config)
     return f"fp8 does not support {lacks}" if lacks else ""
 
@@ -220,12 +265,15 @@ def plan_training(
 ) -> ExecutionPlan:
     """Plan training; `alone`: one rank."""
     if not compiled:
-        return ExecutionPlan("eager", precision, reason=_why_not_bf16(hardware, precision))
+        low = {"float32": _why_not_low(hardware), "bf16": _why_slow(hardware), "fp16": ""}
+        return ExecutionPlan("eager", precision, reason=low[precision])
     lacks = unsupported_by_fused_training(config)
     reason = _first(
         (hardware.kind != "cuda", "the fused path needs an NVIDIA GPU"),
+        (precision == "bf16" and not hardware.fast_bf16, _why_slow(hardware)),
+        (precision == "float32" and not hardware.fast_bf16, _why_not_low(hardware)),
+        (not hardware.fast_bf16, "the fused path needs a GPU that is fast in bf16, Ampere or later"),
         (precision != "bf16", "the fused path needs bf16"),
-        (not hardware.fast_bf16, "this GPU is slow in bf16"),
         (deterministic, "the fused path is not deterministic"),
         # torch 2.11 cannot split a custom backward pass, as DDP's gradient buckets need.
         (not alone, "the fused path runs on one rank"),
@@ -254,13 +302,24 @@ def can_checkpoint() -> bool:
 
 
 def _why_not_fused(hardware: Hardware, lacks: str) -> str:
+    error = hardware.kernel_error
     return _first(
         (bool(lacks), f"the fused path does not support {lacks}"),
-        (not hardware.kernels, "Triton or a C compiler is missing"),
+        (not hardware.kernels, f"the Triton kernels do not run ({error})" if error else "Triton is missing"),
     )
 
 
-def _why_not_bf16(hardware: Hardware, precision: Precision) -> str:
-    if precision != "float32" or hardware.fast_bf16:
-        return ""
-    return {"cpu": "this CPU has no bf16 matrix units", "cuda": "this GPU is slow in bf16"}.get(hardware.kind, "")
+def _why_not_low(hardware: Hardware) -> str:
+    """Return why float32 is not the fastest precision of a device, or why the device has no faster one."""
+    match hardware.kind:
+        case "cuda":
+            return f"{'bf16' if hardware.fast_bf16 else 'fp16'} is faster on this GPU"
+        case "cpu":
+            return "bf16 is faster on this CPU" if hardware.fast_bf16 else "this CPU has no bf16 matrix units"
+    return ""
+
+
+def _why_slow(hardware: Hardware) -> str:
+    """Return what to use on a device that is slow in bf16; empty if it is not, as far as we know."""
+    slow = {"cuda": "this GPU is slow in bf16; use fp16", "cpu": "this CPU is slow in bf16; use float32"}
+    return "" if hardware.fast_bf16 else slow.get(hardware.kind, "")

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from vitrail.acceleration.bench import Cell
     from vitrail.inference.benchmark import Benchmark
 
-BATCHES = (1, 4, 16, 64)
-
 
 def bench(
     bundle: Annotated[
@@ -47,7 +45,7 @@ def bench(
             bundle,
             engines=engine,
             precisions=precision,
-            batches=batch or BATCHES,
+            batches=batch,
             seconds=seconds,
             device=device,
             overrides=read_overrides(override),

@@ -1,5 +1,6 @@
 """Terminal output of all commands: escaped text, tables and progress bars."""
 
+import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +24,26 @@ def echo(text: str = "", *, err: bool = False, bold: bool = False) -> None:
     safe = printable(text)
     with nullcontext() if err else writing_to_stdout():
         typer.echo(typer.style(safe, bold=True) if bold else safe, err=err)
+
+
+class _Warnings(logging.Handler):
+    """Prints log records like other warnings of a command."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        echo(f"WARNING: {record.getMessage()}", err=True, bold=True)
+
+
+@contextmanager
+def warnings_on_stderr() -> Iterator[None]:
+    """Print the warnings that a function logs (logger "vitrail") on stderr."""
+    log, handler = logging.getLogger("vitrail"), _Warnings(logging.WARNING)
+    propagate, log.propagate = log.propagate, False  # printed once, also if the root logger has a handler
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.propagate = propagate
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[str] = ()) -> None:

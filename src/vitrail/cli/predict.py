@@ -11,7 +11,7 @@ from vitrail.cli.output import echo, progress
 from vitrail.cli.overrides import Keys, Overrides, read_overrides
 
 if TYPE_CHECKING:
-    from vitrail.inference.predict import Summary
+    from vitrail.inference.bulk_prediction import Summary
 
 
 def predict(
@@ -86,10 +86,9 @@ def predict(
                 on_progress=None if hidden else bar,
                 on_plan=None if quiet else bar.say,
             )
-    except KeyboardInterrupt:
-        is_table = format == "table" or (format is None and output is not None and output.suffix.lower() == ".txt")
-        if output is not None and not quiet and not is_table:
-            echo(f"vitrail: stopped; rerun the same command with --resume to resume {output}", err=True)
+    except KeyboardInterrupt as stop:
+        for note in () if quiet else getattr(stop, "__notes__", ()):
+            echo(f"vitrail: stopped; {note}", err=True)
         raise
     if not quiet:
         for text in done.skipped.messages():

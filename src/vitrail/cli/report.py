@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from vitrail.cli.output import echo
+import vitrail
+from vitrail.cli.output import echo, warnings_on_stderr
 
 
 def report(
@@ -22,9 +23,6 @@ def report(
 
     If files of the run are unreadable, the report and a WARNING on stderr name them.
     """
-    from vitrail.reports.report import write_report
-
-    written = write_report(run, other, out)
-    for sentence in written.unreadable:
-        echo(f"WARNING: {sentence}", err=True, bold=True)
-    echo(f"the report is {written.path}")
+    with warnings_on_stderr():
+        path = vitrail.report(run, other, out)
+    echo(f"the report is {path}")

@@ -8,10 +8,10 @@ import torch
 
 from vitrail.acceleration.bench import BATCHES, Cell, Skipped, run_benchmark
 from vitrail.acceleration.engine import Kind
+from vitrail.acceleration.planner import plan_of, usual_precisions
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import ready_bundle
 from vitrail.errors import ConfigError, suggest
-from vitrail.inference.plans import benchmark_plans
 from vitrail.runtime import OnPlan, OnProgress, Precision, choose_device, on_stage
 
 Word = TypeVar("Word", bound=str)
@@ -46,7 +46,7 @@ def bench(
     *,
     engines: Sequence[str] | None = None,
     precisions: Sequence[str] | None = None,
-    batches: Sequence[int] = BATCHES,
+    batches: Sequence[int] | None = None,
     seconds: float = 2.0,
     device: str = "auto",
     overrides: Mapping[str, Any] | None = None,
@@ -56,25 +56,25 @@ def bench(
 ) -> Benchmark:
     """Measure the throughput and latency of a model on random images, per engine, precision and batch size.
 
-    By default `engines` are torch, onnx and openvino, and `precisions` all that a device usually supports. What cannot
-    run is listed in `skipped`. `seconds` is the time per cell. `on_plan` is called once per precision of torch.
+    By default `engines` are torch, onnx and openvino, `precisions` all that a device usually supports, and `batches` 1,
+    4, 16 and 64. What cannot run is listed in `skipped`. `seconds` is the time per cell. `on_plan` is called once per
+    precision of torch.
     """
     kinds = _selected(engines, get_args(Kind), "engine")
     place = choose_device(device)
-    usual: tuple[Precision, ...] = ("float32", "bf16", "fp16") if place.type == "cuda" else ("float32", "bf16")
-    chosen = _selected(precisions, get_args(Precision), "precision") if precisions else usual
+    chosen = _selected(precisions, get_args(Precision), "precision") if precisions else usual_precisions(place)
     opened = ready_bundle(model, overrides=overrides, keys=keys)
     opened.announce()
     if on_plan is not None and "torch" in kinds:
-        for line in benchmark_plans(opened.model.config, place, chosen):
-            on_plan(line)
+        for precision in chosen:
+            on_plan(str(plan_of(opened.model.to(place), precision)))
     result = run_benchmark(
         opened.model,
         opened.preprocess,
         device=place,
         engines=kinds,
         precisions=chosen,
-        batches=batches,
+        batches=BATCHES if batches is None else batches,
         seconds=seconds,
         on_progress=on_stage(on_progress, "measuring"),
     )

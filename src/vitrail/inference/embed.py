@@ -36,7 +36,6 @@ from vitrail.inference.features import (
     gather,
     nothing_to_read,
 )
-from vitrail.inference.plans import feature_plan
 from vitrail.runtime import OnPlan, OnProgress, Precision, on_stage
 
 
@@ -133,8 +132,8 @@ def embed(
     """
     target = None if output is None else check_output(output, overwrite=overwrite)
     check_dtype(dtype)
-    how = ComputeOptions(device, precision, batch, workers, on_stage(on_progress, "embedding"))
-    place = how.check()  # before anything is read
+    how = ComputeOptions(device, precision, batch, workers, on_stage(on_progress, "embedding"), on_plan)
+    how.check()  # before anything is read
     bundle, request = (
         ready_bundle(bundle, overrides=overrides, keys=keys),
         FeatureRequest(tokens, layer, normalise, raw),
@@ -142,8 +141,6 @@ def embed(
     request.check(bundle.model.config)
     record = recorded_split(bundle.origin)
     chosen = choose_images(data, split, record=record, on_progress=on_stage(on_progress, "listing"))
-    if on_plan is not None:
-        on_plan(feature_plan(bundle.model.to(place), precision))
     if target is None:
         bundle.announce()
         return gather(bundle, chosen.source, request, how)

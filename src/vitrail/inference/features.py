@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from vitrail.acceleration.casting import cast_once
 from vitrail.acceleration.cuda.inference.encoder import EncoderPrecision
 from vitrail.acceleration.cuda.inference.model import FastModel
-from vitrail.acceleration.planner import plan_of
+from vitrail.acceleration.planner import ExecutionPlan, plan_of
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.batches import BadImage, Evaluation, evaluation_batches
 from vitrail.data.sources.source import Source
@@ -22,7 +22,7 @@ from vitrail.evaluation import check_finite
 from vitrail.models.checks import read_layer
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
-from vitrail.runtime import Precision, autocast, choose_device, eval_mode
+from vitrail.runtime import OnPlan, Precision, autocast, choose_device, eval_mode
 
 FeatureKind = Literal["pooled", "class", "patches", "registers"]
 FEATURE_KINDS: tuple[FeatureKind, ...] = get_args(FeatureKind)
@@ -66,16 +66,16 @@ class FeatureRequest:
             "registers": (config.registers, config.width),
         }[self.tokens]
 
-    def ready(self, model: ViT, precision: Precision) -> ViT | FastModel:
-        """Return the fastest model for these features: the fast encoder in bf16 on CUDA, where supported."""
-        return (
-            self.folded(model, EncoderPrecision())
-            if plan_of(model, precision).path == "fused_encoder"
-            else cast_once(model, precision)
-        )
+    def ready(self, model: ViT, plan: ExecutionPlan) -> ViT | FastModel:
+        """Return the model for these features, as planned."""
+        if plan.path == "fused_encoder":
+            return self.folded(model, EncoderPrecision())
+        return cast_once(model, plan.autocast)
 
-    def cache_key(self, config: ViTConfig) -> "FeatureRequest":
+    def cache_key(self, config: ViTConfig, plan: ExecutionPlan) -> "FeatureRequest":
         """Return the cache key of `ready`: requests with the same key can share its result."""
+        if plan.path != "fused_encoder":  # the model itself serves every request
+            return FeatureRequest()
         layer = None if self.layer is None else read_layer(self.layer, config.depth)
         return replace(self, layer=None if layer == config.depth - 1 else layer, normalise=False, raw=False)
 
@@ -127,6 +127,8 @@ class ComputeOptions:
     """Decoding processes; None: one per core."""
     on_progress: Callable[[int, int], None] | None = None
     """Called with the number of images done and the total."""
+    on_plan: OnPlan | None = None
+    """Called with the execution plan, before the first image."""
 
     def check(self) -> torch.device:
         """Raise for an unavailable device or precision; return the device."""
@@ -157,7 +159,10 @@ def feature_batches(
     """Yield the features of every image once, in order; the bundle's model is moved to the device."""
     request.check(bundle.model.config)
     place = how.check()
-    model, done = request.ready(bundle.model.to(place), how.precision), 0
+    plan, done = plan_of(bundle.model.to(place), how.precision, "features"), 0
+    if how.on_plan is not None:
+        how.on_plan(str(plan))
+    model = request.ready(bundle.model, plan)
     data = Evaluation(source, bundle.preprocess, how.batch, bad_files="skip")
     with eval_mode(model):
         for images in evaluation_batches(data, workers=how.workers, pin=place.type == "cuda"):

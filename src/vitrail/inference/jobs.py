@@ -50,7 +50,7 @@ _DESCRIPTIONS = {
 
 
 @dataclass(frozen=True)
-class Job:
+class PredictJob:
     """Everything the rows depend on, so that rows of two jobs are never mixed."""
 
     places: str
@@ -65,7 +65,7 @@ class Job:
     computed: Precision
     """The precision used: `precision`, or what "auto" resolved to."""
 
-    def differences(self, other: "Job") -> list[str]:
+    def differences(self, other: "PredictJob") -> list[str]:
         """Describe how another job differs."""
         return [text for field, text in _DESCRIPTIONS.items() if getattr(self, field) != getattr(other, field)]
 
@@ -119,10 +119,10 @@ def is_finished(target: Path) -> bool:
     return not _job_file(target).exists() and target.exists() and target.stat().st_size > 0
 
 
-def earlier_job(target: Path) -> Job | None:
+def earlier_job(target: Path) -> PredictJob | None:
     """Return the interrupted job, if any."""
     try:
-        return TypeAdapter(Job).validate_python(read_json(_job_file(target)))
+        return TypeAdapter(PredictJob).validate_python(read_json(_job_file(target)))
     except FileNotFoundError:
         return None
     except (OSError, ValueError):  # pydantic's errors are among them
@@ -135,7 +135,7 @@ def earlier_job(target: Path) -> Job | None:
 class Output(Sink):
     """The file that rows are appended to. With `resume`, existing rows are kept."""
 
-    def __init__(self, target: Path, job: Job, rows: RowFormat, *, resume: bool, overwrite: bool) -> None:
+    def __init__(self, target: Path, job: PredictJob, rows: RowFormat, *, resume: bool, overwrite: bool) -> None:
         super().__init__()
         self.target, self.job, self.overwrite = target, job, overwrite
         self.lines: Format = "jsonl" if job.format == "parquet" else job.format

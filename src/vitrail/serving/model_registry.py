@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from vitrail.acceleration.auto import AutoPrecisionEngine
 from vitrail.acceleration.cuda.graphs import SIZES
 from vitrail.acceleration.cuda.inference.model import FastModel
 from vitrail.acceleration.engine import Engine, open_engine
-from vitrail.acceleration.planner import plan_of
+from vitrail.acceleration.planner import ExecutionPlan, plan_of
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import open_checkpoint
 from vitrail.data.sources.source import Pixels
@@ -59,7 +60,8 @@ class ServedModel:
         self.precision: Precision = (
             settings.precision if settings.engine == "torch" and settings.precision != "auto" else "float32"
         )
-        self.ready = _ready_for(model, self.precision)
+        self._feature_plan = plan_of(model, self.precision, "features")
+        self.ready = _ready_for(model, self._feature_plan)
         self.samples = model_samples(named.source)
         self._description = describe(named.name, self.bundle, self.device)
         for assumption in self.bundle.assumptions:  # JSON log lines that name the model
@@ -83,8 +85,17 @@ class ServedModel:
             return open_engine(model, preprocess, kind=settings.engine, precision=precision, device=device)
 
         if settings.precision == "auto":
-            return AutoPrecisionEngine(open_for, self.device, partial(_log_precision, self.name))
+            return _AutoEngine(open_for, self.device, partial(_log_precision, ref(self), self.name))
         return open_for(settings.precision)
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        """How predictions are computed at present; of a model without a head, features."""
+        return self._feature_plan if self.engine is None else self.engine.plan
+
+    def log_plan(self) -> None:
+        """Log how the model is computed."""
+        _log.info("plan", extra={"fields": {"model": self.name, "plan": str(self.plan)}})
 
     @property
     def description(self) -> dict[str, Any]:
@@ -108,8 +119,8 @@ class ServedModel:
         blank = np.zeros((height, width, self.bundle.preprocess.channels), np.uint8)
         # A model without a head is served for its features.
         operation: Operation = Embed(FeatureRequest()) if self.engine is None else Predict(top=1)
-        # On a GPU each small batch size captures its own CUDA graph on first use, which takes a while.
-        sizes = SIZES if self.device.type == "cuda" else (1, WARM_BATCH)
+        # Each small batch size captures its own CUDA graph on first use, which takes a while.
+        sizes = SIZES if self.plan.graphs else (1, WARM_BATCH)
         for images in sorted({min(self.batcher.batch, size) for size in sizes}):
             for result in self.run(operation, [blank] * images):
                 if isinstance(result, Exception):
@@ -148,20 +159,29 @@ def describe(name: str, bundle: Bundle, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _ready_for(model: ViT, precision: Precision) -> Callable[[FeatureRequest], ViT | FastModel]:
+def _ready_for(model: ViT, plan: ExecutionPlan) -> Callable[[FeatureRequest], ViT | FastModel]:
     """Return a cached function that prepares the model for a feature request."""
 
     @lru_cache(maxsize=MAX_READY)
     def ready(request: FeatureRequest) -> ViT | FastModel:
-        return request.ready(model, precision)
+        return request.ready(model, plan)
 
-    if plan_of(model, precision).path == "fused_encoder":
-        return lambda request: ready(request.cache_key(model.config))
-    return lambda _: ready(FeatureRequest())  # the model itself serves every request
+    return lambda request: ready(request.cache_key(model.config, plan))
 
 
-def _log_precision(model: str, why: str) -> None:
-    _log.info("precision", extra={"fields": {"model": model, "why": why}})
+class _AutoEngine(AutoPrecisionEngine):
+    """Automatic precision, with the plan of the engine in use."""
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        return self._engine.plan
+
+
+def _log_precision(served: "ref[ServedModel]", name: str, why: str) -> None:
+    _log.info("precision", extra={"fields": {"model": name, "why": why}})
+    model = served()
+    if model is not None and model.engine is not None:  # a model that is being opened logs its plan later
+        model.log_plan()
 
 
 @torch.no_grad()
@@ -216,6 +236,7 @@ class ModelRegistry:
             for served in list(self._served.values()):
                 await asyncio.to_thread(served.warm_up)
                 self._activate(served)
+                served.log_plan()
 
     async def close(self) -> None:
         """Finish the queued images, then close."""
@@ -281,6 +302,7 @@ class ModelRegistry:
             for served in fresh:
                 old = self._served[served.name]
                 self._activate(served)
+                served.log_plan()
                 if old.users == 0:
                     self._retire(old)
             self._counters.reloads.labels("done").inc()

@@ -18,7 +18,6 @@ from typing import Any
 import uvicorn
 
 from vitrail.errors import ConfigError, VitrailError
-from vitrail.inference.plans import engine_plan, feature_plan
 from vitrail.serving.app import Service
 from vitrail.serving.connections import Connections, RateLimitFilter, connection_limit, rate_limited_log
 from vitrail.serving.http_errors import HttpError
@@ -139,7 +138,6 @@ class _Server(uvicorn.Server):
         except Exception as error:
             self._startup_error, self.should_exit = error, True
             return
-        self._log_plans()
         while not self.started and not self.should_exit:
             await asyncio.sleep(0.005)
         with contextlib.suppress(OSError):  # closed in the meantime
@@ -154,14 +152,6 @@ class _Server(uvicorn.Server):
             print(f"ready after {seconds:g} s at {address}", flush=True)
         except OSError:  # stdout is closed; the log has the same line
             return
-
-    def _log_plans(self) -> None:
-        """Log how each model is computed; with precision "auto", bf16 may be chosen later, which is logged then."""
-        for named in self._service.settings.models:
-            with self._service.registry.use(named.name) as served:
-                model, engine = served.bundle.model, served.engine
-                plan = feature_plan(model, served.precision) if engine is None else engine_plan(model, engine)
-            _log.info("plan", extra={"fields": {"model": named.name, "plan": plan}})
 
     async def _reload(self) -> None:
         try:

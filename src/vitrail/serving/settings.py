@@ -24,7 +24,7 @@ def _as_number(value: Any) -> Any:
 
 def _as_sources(value: Any) -> Any:
     """Name the models that are given as paths."""
-    models = [value] if isinstance(value, str | os.PathLike) else value
+    models = [value] if isinstance(value, str | os.PathLike | NamedSource) else value
     if not isinstance(models, Sequence):
         return value
     return tuple(_named_source(os.fspath(m)) if isinstance(m, str | os.PathLike) else m for m in models)
@@ -155,12 +155,8 @@ class Settings(Frozen):
         return {**self.model_dump(), "models": models, "token": "set" if self.token is not None else "none"}
 
 
-def name_models(arguments: Sequence[str]) -> tuple[NamedSource, ...]:
-    """Parse command-line models: NAME=BUNDLE, or a bundle named after its folder or file."""
-    return tuple(_named_source(argument) for argument in arguments)
-
-
 def _named_source(argument: str) -> NamedSource:
+    """Parse NAME=BUNDLE, or name a bundle after its folder or file."""
     named = _NAMED.fullmatch(argument)
     if named is not None and not os.path.exists(argument):
         return NamedSource(named[1], named[2])

@@ -1,18 +1,35 @@
 """What a run computes on, decided once: its images, precision, workers, execution path, images on the device."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from vitrail.acceleration.planner import ExecutionPlan, hardware_of, usual_precision
 from vitrail.data.batches import default_workers
 from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.splits import Splits
-from vitrail.runtime import Precision, faster_in_bf16
+from vitrail.runtime import Precision
 from vitrail.training.defaults import TrainingPlan
-from vitrail.training.distributed import Ranks, RunContext
+from vitrail.training.distributed import Ranks
 from vitrail.training.recipe import Recipe
 from vitrail.training.step import plan_step
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What a run computes on; `run_context` decides it once."""
+
+    device: torch.device
+    precision: Precision
+    workers: int
+    """Worker processes that read images."""
+    ranks: Ranks
+    execution: ExecutionPlan
+    """The execution path of the steps."""
+    resident: int = 0
+    """Number of images kept on the device."""
 
 
 class Job(NamedTuple):
@@ -69,9 +86,7 @@ def resident_images(plan: TrainingPlan, splits: Splits) -> int:
 
 
 def _precision(recipe: Recipe, device: torch.device) -> Precision:
-    if recipe.precision != "auto":
-        return recipe.precision
-    return "bf16" if faster_in_bf16(device) else "float32"
+    return usual_precision(hardware_of(device)) if recipe.precision == "auto" else recipe.precision
 
 
 def _default_workers(device: torch.device) -> int:

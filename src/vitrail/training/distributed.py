@@ -1,8 +1,7 @@
-"""The ranks of a run, which communicate, and what they compute on. With a world size of 1, nothing is sent."""
+"""The ranks of a run, which communicate. With a world size of 1, nothing is sent."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
@@ -10,9 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from vitrail.acceleration.planner import ExecutionPlan
 from vitrail.errors import ConfigError, VitrailError
-from vitrail.runtime import Precision, Processes
+from vitrail.runtime import Processes
 
 T = TypeVar("T")
 LOST_RANK = ("gloo", "nccl", "connection", "peer", "socket", "timed out", "c10d", "tcpstore")
@@ -139,21 +137,6 @@ class Ranks(NamedTuple):
             )
             lost.everywhere = True
             raise lost from None
-
-
-@dataclass(frozen=True)
-class RunContext:
-    """What a run computes on; `run_context` decides it once."""
-
-    device: torch.device
-    precision: Precision
-    workers: int
-    """Worker processes that read images."""
-    ranks: Ranks
-    execution: ExecutionPlan
-    """The execution path of the steps."""
-    resident: int = 0
-    """Number of images kept on the device."""
 
 
 def _running_statistics(model: nn.Module) -> Iterable[Tensor]:

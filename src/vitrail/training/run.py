@@ -28,8 +28,8 @@ from vitrail.training.distributed import Ranks
 from vitrail.training.finetune_init import FinetuneInit, adapted
 from vitrail.training.optimizers import freeze, make_optimizer
 from vitrail.training.pipeline import FinishedStep
-from vitrail.training.predictions import Predictor, predictor
 from vitrail.training.run_logger import RunLogger
+from vitrail.training.split_predictions import SplitPredictor, split_predictor
 from vitrail.training.state import Progress, Setting, State, load_state, save_state
 from vitrail.training.step import Stepper
 
@@ -64,7 +64,7 @@ class TrainingRun:
     setting: Setting
     logger: RunLogger | None
     """Writes the metrics, on the main process only."""
-    predict: Predictor
+    predict: SplitPredictor
     best: Best
     first_step: int
     """Where this session started or resumed."""
@@ -178,7 +178,7 @@ def start_run(job: Job, splits: Splits, pretrained: Bundle | None, folder: Path,
     elif state.progress.step:
         observer.note(f"resuming from step {state.progress.step:,} of {plan.steps:,}")
     logger = _logger(folder, plan, state.progress.step, observer) if ranks.is_main else None
-    predict = predictor(plan, context, splits.val or splits.train)
+    predict = split_predictor(plan, context, splits.val or splits.train)
     best = Best(folder, state, ranks, observer.note, functools.partial(_trained_bundle, plan, bundle))
     return TrainingRun(
         job=job,

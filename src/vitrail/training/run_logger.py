@@ -12,8 +12,8 @@ from vitrail.tasks.lookup import CLASSIFICATION
 from vitrail.tasks.task import Predictions, Task
 from vitrail.training.curves import draw_curves
 from vitrail.training.display import Throughput
-from vitrail.training.predictions import write_test_predictions
 from vitrail.training.run_folder import CURVES, EVENTS, TEST_PREDICTIONS, MetricsFile, best_row
+from vitrail.training.split_predictions import write_test_predictions
 
 # ── TensorBoard events ──
 

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
+from vitrail.acceleration.cuda.attention import REPEATABLE, TRUSTED
 from vitrail.acceleration.cuda.training.model import FusedTraining
 from vitrail.acceleration.planner import ExecutionPlan, hardware_of, plan_training
 from vitrail.data.augmentation.mixing import mix_pixels
@@ -22,14 +23,6 @@ from vitrail.training.distributed import Ranks
 from vitrail.training.optimizers import can_skip_step, clip_gradients, set_learning_rate, step_unless
 from vitrail.training.recipe import Recipe
 from vitrail.training.state import State
-
-TRUSTED_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""All of torch's kernels except cuDNN's, for which NaN gradients in bf16 are reported on Hopper GPUs with 64, 192, …
-tokens (pytorch issue 196678). Runs with 64 tokens diverged this way, and torch selects that kernel there by default; it
-is the likely cause, not a proven one. `FusedTraining` selects its own kernels."""
-REPEATABLE_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-"""Kernels with a deterministic backward pass."""
-
 
 # ── forward pass ──
 
@@ -161,7 +154,7 @@ class Stepper(NamedTuple):
         """Accumulate the gradients of a batch and clip them; return `PendingStep.numbers`."""
         number, micro_batches = state.progress.step, self.recipe.gradient_accumulation
         state.optimizer.zero_grad(set_to_none=True)
-        attention = REPEATABLE_ATTENTION if self.recipe.deterministic else TRUSTED_ATTENTION
+        attention = REPEATABLE if self.recipe.deterministic else TRUSTED
         losses: list[Tensor] = []
         totals: list[Tensor] = []
         for index in range(micro_batches):

@@ -58,8 +58,8 @@ def test_bf16_stays_close_to_float32(kind: str) -> None:
     made, images = bundle(kind), pixels(12, bundle(kind).preprocess.channels)
     engine = open_engine(made.model, made.preprocess, precision="bf16", device=CPU)
     result = engine(images)
-    packed = any(isinstance(block, PackedBlock) for block in prepare(made.model, "bf16").blocks)
-    assert packed == (plan_of(made.model, "bf16").path == "onednn")
+    packed = any(isinstance(block, PackedBlock) for block in prepare(made.model, engine.plan).blocks)
+    assert packed == (engine.plan.path == "onednn")
     assert result.dtype == torch.float32
     assert 1e-6 < relative_error(result, eager(made, images)) < 0.1
 
@@ -70,7 +70,9 @@ def test_packed_bf16_is_as_accurate_as_autocast() -> None:
     exact = eager(made, images)
     with autocast(CPU, "bf16"):
         usual = relative_error(eager(made, images).float(), exact)
-        packed = relative_error(eager(Bundle(prepare(made.model, "bf16"), made.preprocess), images).float(), exact)
+        packed = relative_error(
+            eager(Bundle(prepare(made.model, plan_of(made.model, "bf16")), made.preprocess), images).float(), exact
+        )
     assert packed < 3 * usual
 
 

@@ -18,11 +18,13 @@ from vitrail.acceleration.cuda.graphs import SHAPES, CudaGraphs
 from vitrail.acceleration.cuda.inference.encoder import MATMULS, EncoderPrecision
 from vitrail.acceleration.cuda.inference.model import FastModel
 from vitrail.acceleration.cuda.training.model import FusedTraining
-from vitrail.acceleration.engine import prepare
+from vitrail.acceleration.engine import CapturedModel, prepare
+from vitrail.acceleration.planner import plan_of
 from vitrail.data.sources.source import Arrays
 from vitrail.errors import InputError
 from vitrail.evaluation import evaluate_bundle
 from vitrail.inference.features import ComputeOptions, FeatureRequest, gather
+from vitrail.runtime import Precision, autocast
 
 pytestmark = [
     pytest.mark.gpu,
@@ -124,6 +126,20 @@ def test_without_memory_for_a_graph_it_runs_without_one(monkeypatch: pytest.Monk
     assert len(fast.graphs.captured) == 1  # further captures would fail too
 
 
+def test_a_graph_that_does_not_fit_leaves_its_memory_to_the_batch() -> None:
+    """There is memory for the output or for the graph's copy of the input, but not for both."""
+    x = torch.zeros(2**27, device="cuda")  # 512 MiB
+    graphs = CudaGraphs(lambda x: x + 1, x.device)
+    torch.cuda.empty_cache()
+    allowed = torch.cuda.memory_reserved() + 3 * 2**28
+    torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        assert graphs(x).sum() == len(x)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert not graphs.captured
+
+
 def test_it_can_be_captured_by_the_caller() -> None:
     model, images, _ = model_and_batch()
     fast = vitrail.accelerate(model)
@@ -203,10 +219,11 @@ def test_fused_training() -> None:
 
 def test_engines_use_the_fast_encoder() -> None:
     model, _, _ = model_and_batch()
-    assert isinstance(prepare(model, "bf16"), FastModel)
-    assert prepare(model, "float32") is model
-    assert not isinstance(prepare(model, "fp16"), FastModel)
-    assert not isinstance(prepare(ViT(ViTConfig(**SMALL, position="rope_2d")).cuda(), "bf16"), FastModel)
+    rotary = ViT(ViTConfig(**SMALL, position="rope_2d")).cuda()
+    assert isinstance(prepare(model, plan_of(model, "bf16")), FastModel)
+    assert prepare(model, plan_of(model, "float32")) is model
+    assert not isinstance(prepare(model, plan_of(model, "fp16")), FastModel)
+    assert not isinstance(prepare(rotary, plan_of(rotary, "bf16")), FastModel)
 
 
 def named(**changes: Any) -> Bundle:
@@ -224,6 +241,24 @@ def test_evaluation() -> None:
     exact = classified(evaluate_bundle(named(), noise(), device="cuda", workers=0))
     result = classified(evaluate_bundle(named(), noise(), device="cuda", precision="bf16", workers=0))
     assert result.loss == pytest.approx(exact.loss, rel=0.02)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
+@pytest.mark.parametrize("position", ["learned_1d", "rope_2d"])
+def test_an_evaluation_runs_as_cuda_graphs(precision: Precision, position: str) -> None:
+    model, images, _ = model_and_batch(8, position=position)
+    model.eval()
+    plan = plan_of(model, precision, "evaluate")
+    assert plan.graphs
+    prepared = prepare(model, plan)
+    captured = CapturedModel(prepared, images.device, precision)
+    with torch.inference_mode():
+        for count in (8, 5, 8, 8):
+            for _ in range(2):  # each in its own context, whose cache of cast weights is freed
+                with autocast(images.device, precision):
+                    result, expected = captured(images[:count]), prepared(images[:count])
+                assert error(result, expected.cpu().double()) < 1e-2
+    assert [key.shape[0] for key in captured.graphs.captured] == [8]
 
 
 @pytest.mark.parametrize(

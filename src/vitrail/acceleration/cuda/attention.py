@@ -13,7 +13,11 @@ PREFERRED = [
 ]
 """The fastest first, for a few hundred tokens on Hopper GPUs."""
 TRUSTED = PREFERRED[1:]
-"""All of torch's kernels except cuDNN's."""
+"""All of torch's kernels except cuDNN's, for which NaN gradients in bf16 are reported on Hopper GPUs with 64, 192, …
+tokens (pytorch issue 196678). Runs with 64 tokens diverged this way, and torch selects that kernel there by default; it
+is the likely cause, not a proven one. `FusedTraining` selects its own kernels with `for_training`."""
+REPEATABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+"""Kernels with a deterministic backward pass."""
 
 
 def preferred_attention(device_type: str) -> AbstractContextManager[None]:

@@ -4,6 +4,7 @@
 plan says so), and `data/resident.py`, which knows no models, captures the augmentation of a batch.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -12,14 +13,18 @@ import torch
 from torch import Tensor
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""Batch sizes that small batches are padded to, so that few graphs serve all of them. Padding larger batches would cost
-more, and of models from S/16 on, they compute for longer than their kernels take to launch."""
+"""Batch sizes that small batches are padded to, so that few graphs serve all of them. Larger batches are not padded:
+that would cost more than launching the kernels one by one."""
+LARGE_SIZES = 4
+"""How many larger batch sizes are captured, each when it is used for the second time: the batches of a job have one
+size, except for the last one."""
 SHAPES = 8
-"""How many shapes are captured without padding; further shapes run without a graph, since every graph keeps memory."""
+"""How many shapes are captured without `sizes`; further shapes run without a graph, since every graph keeps memory."""
 WARM_UPS = 3
 """Calls before a capture, in which kernels are compiled and libraries allocate memory."""
 _capturing = threading.Lock()
 """Held during a capture: a capture starts with a device synchronisation, which would abort another one."""
+_log = logging.getLogger("vitrail")
 
 
 class _Key(NamedTuple):
@@ -34,10 +39,11 @@ class CudaGraphs:
     """A function of a tensor on a CUDA device, captured as a CUDA graph for each input shape.
 
     The function must treat every row independently, and must not synchronise. With `sizes`, batches are padded to the
-    next of these sizes (the padding rows are arbitrary), and larger batches run without a graph; otherwise the first
-    few shapes are captured. Outputs are copies, so the next call does not overwrite them. Inputs may be on the CPU; on
-    a CPU device, and while the caller captures a graph of its own, the function is called directly. It is thread-safe:
-    calls are serialised. `keep_alive` are tensors that the graphs read, such as weights.
+    next of these sizes (the padding rows are arbitrary), and the first few larger sizes that are used twice are
+    captured as they are; without, the first few shapes are captured. Outputs are copies, so the next call does not
+    overwrite them. Inputs may be on the CPU; on a CPU device, and while the caller captures a graph of its own, the
+    function is called directly. It is thread-safe: calls are serialised. `keep_alive` are tensors that the graphs read,
+    such as weights.
     """
 
     def __init__(
@@ -50,8 +56,12 @@ class CudaGraphs:
     ) -> None:
         self.function, self.device, self.sizes = function, device, sizes
         self.captured: dict[_Key, _CapturedGraph] = {}
-        self.most = max(SHAPES, 2 * len(sizes))  # each size in two memory formats
+        self.most = 2 * (len(sizes) + LARGE_SIZES) if sizes else SHAPES  # each size in two memory formats
         """How many graphs are captured at most."""
+        self._seen: set[int] = set()
+        """Batch sizes above `sizes` that were used once."""
+        self._large: set[int] = set()
+        """Those of them that are captured, because they were used again."""
         # If a parameter moves, the graph still reads its old memory.
         self._keep_alive = [tensor.detach() for tensor in keep_alive]
         self._lock = threading.Lock()
@@ -64,22 +74,28 @@ class CudaGraphs:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the function's output, in memory owned by the caller."""
-        rows = self._rows(len(x))
-        if self.device.type != "cuda" or rows is None or torch.cuda.is_current_stream_capturing():
+        if self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return self._run(x)
+        with self._lock, torch.cuda.device(self.device):
+            rows = self._rows(len(x))
+            graph = None if rows is None else self._graph(rows, x)
+            return self._run(x) if graph is None else self._replay(graph, x)
+
+    def _graph(self, rows: int, x: Tensor) -> "_CapturedGraph | None":
+        """Return the graph for a batch padded to `rows`; None if there is no memory for it, or too many graphs."""
         last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
         key = _Key((rows, *x.shape[1:]), x.dtype, last)
-        with self._lock, torch.cuda.device(self.device):
-            graph = self.captured.get(key)
-            if graph is None:
-                if len(self.captured) >= self.most:
-                    return self._run(x)
-                try:
-                    graph = self.captured[key] = self._capture(key, x)
-                except torch.cuda.OutOfMemoryError:  # a graph keeps its memory; without one, the batch may fit
-                    self.most = len(self.captured)
-                    return self._run(x)
-            return self._replay(graph, x)
+        if key in self.captured or len(self.captured) >= self.most:
+            return self.captured.get(key)
+        try:
+            self.captured[key] = self._capture(key, x)
+        except torch.OutOfMemoryError:  # a graph keeps its memory; without one, the batch may fit
+            self.most = len(self.captured)
+        if key not in self.captured:
+            # Outside of `except`, where the traceback would keep the tensors of the failed capture alive.
+            _log.warning("no GPU memory for a CUDA graph of %d images; they run without one", rows)
+            torch.cuda.empty_cache()
+        return self.captured.get(key)
 
     def _run(self, x: Tensor) -> Tensor:
         """Call the function without a graph."""
@@ -87,9 +103,14 @@ class CudaGraphs:
 
     def _rows(self, count: int) -> int | None:
         """Return the padded number of rows; None if no graph is used."""
-        if not self.sizes:
+        if not count or not self.sizes:
             return count or None
-        return next((size for size in self.sizes if size >= count), None) if count else None
+        if count <= self.sizes[-1]:
+            return next(size for size in self.sizes if size >= count)
+        if count in self._seen and len(self._large) < LARGE_SIZES:
+            self._large.add(count)
+        self._seen.add(count)
+        return count if count in self._large else None
 
     def _capture(self, key: _Key, x: Tensor) -> "_CapturedGraph":
         if self._pool is None or self._stream is None:

@@ -478,11 +478,11 @@ def test_where_short_attention_is_used(
     monkeypatch.setitem(sys.modules, "triton", triton)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(planner, "_kernels_run", lambda _: True)
+    monkeypatch.setattr(planner, "_kernel_error", lambda _: "")
     assert hardware_of(torch.device("cuda")).short_attention is expected
-    monkeypatch.setattr(planner, "_kernels_run", lambda _: False)
+    monkeypatch.setattr(planner, "_kernel_error", lambda _: "no compiler")
     assert not hardware_of(torch.device("cuda")).short_attention
-    monkeypatch.setattr(planner, "_kernels_run", lambda _: True)
+    monkeypatch.setattr(planner, "_kernel_error", lambda _: "")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert not hardware_of(torch.device("cuda")).short_attention
     assert hardware_of(torch.device("cpu")).short_attention

@@ -16,14 +16,14 @@ from vitrail.data.stream import RankSlice
 from vitrail.errors import DataError
 from vitrail.evaluation import predict_all
 from vitrail.tasks.task import Predictions, Task
+from vitrail.training.context import RunContext
 from vitrail.training.defaults import TrainingPlan
-from vitrail.training.distributed import RunContext
 from vitrail.training.memory import evaluation_batch
 from vitrail.training.run_folder import atomic_run_file
 
 
 @dataclass(frozen=True, eq=False)
-class Predictor:
+class SplitPredictor:
     """Runs a model on every image of a split."""
 
     plan: TrainingPlan
@@ -65,15 +65,15 @@ class Predictor:
         return evaluation_batches(rank_slice(source, self.plan, self.context), workers=self.context.workers, pin=pin)
 
 
-def predictor(plan: TrainingPlan, context: RunContext, often: Source) -> Predictor:
-    """Return a `Predictor`; with `data.on_device`, it keeps the split `often` on the device."""
+def split_predictor(plan: TrainingPlan, context: RunContext, often: Source) -> SplitPredictor:
+    """Return a `SplitPredictor`; with `data.on_device`, it keeps the split `often` on the device."""
     on_device = plan.recipe.data.on_device
     kept = (
         (often, ResidentEvaluation(rank_slice(often, plan, context), context.device, context.workers))
         if on_device
         else None
     )
-    return Predictor(plan, context, kept)
+    return SplitPredictor(plan, context, kept)
 
 
 def rank_slice(source: Source, plan: TrainingPlan, context: RunContext) -> Evaluation:
