@@ -33,7 +33,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"width": 768.5}, "width is 768.5"),
     ({"width": True}, "width is True"),
     ({"width": "768"}, "width is '768'"),
-    ({"depth": -1}, "depth is -1: input should be greater than 0"),
+    ({"depth": -1}, "depth is -1: input should be greater than or equal to 0"),
     ({"widht": 8}, "no option 'widht'; did you mean 'width'?"),
     ({"positoin": "none"}, "no option 'positoin'; did you mean 'position' or"),
     ({"pool": "men"}, "pool is 'men', which is not one of 'cls', 'mean', 'map' or 'none'; did you mean 'mean'?"),

@@ -29,6 +29,9 @@ PARAMETERS = {
     "R26+S/32": 36_431_912,
     "R50+B/16": 98_659_112,
     "R50+L/32": 328_994_856,
+    "R26": 15_995_176,
+    "R50": 25_557_032,
+    "R26/8": 4_517_768,
 }
 
 
@@ -59,7 +62,7 @@ def test_cost_is_that_of_the_whole_model() -> None:
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
 def test_every_spelling_means_the_same(variant: object) -> None:
     name, paper = variant.name, variant.paper  # type: ignore[attr-defined]
-    assert variant_config(paper) == variant_config(name) == variant_config(f"{name}_224")
+    assert variant_config(paper) == variant_config(name) == variant_config(f"{name}_{variant.image_size}")  # type: ignore[attr-defined]
     larger = variant_config(f"{name}_448" if variant.patch == 14 else f"{name}_384")  # type: ignore[attr-defined]
     assert larger.width == variant_config(paper).width
     assert larger.grid != variant_config(paper).grid
@@ -79,7 +82,8 @@ def test_create() -> None:
         ("vit_bas_patch16_224", "did you mean 'vit_base_patch16_224'"),
         ("b/16", "did you mean 'B/16'"),
         ("g/15", "'g/14' or 'G/14'"),
-        ("resnet", "for example 'B/16'"),
+        ("swin", "for example 'B/16'"),
+        ("resnet", "did you mean 'resnet50_224'"),
         ("vit_base_patch16_0", "no model is called"),
         ("", "no model is called ''"),
     ],

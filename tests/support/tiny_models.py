@@ -33,7 +33,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "every_token": {"pool": "none", "activation": "gelu_tanh"},
     "no_head": {"classes": 0, "activation": "relu", "out_proj": False},
     "grey": {"channels": 1, "head_dim": 4},
-}
+    "cnn": {
+        "stem": "resnet", "resnet": {"depths": (1, 1), "width_factor": 0.5, "root_stride": 1}, "patch_size": 2,
+        "depth": 0, "width": 256, "class_token": "none", "position": "none", "pool": "mean", "final_norm": "none",
+    },
+}  # fmt: skip
 """Every stem, token, position type, pool and activation; all can be exported."""
 CPU = torch.device("cpu")
 

@@ -120,6 +120,7 @@ def _onednn_packs_bf16() -> bool:
 def unsupported_by_fused_encoder(config: ViTConfig) -> str:
     """Return what the fused encoder lacks: it has the paper's blocks, with positions added at the stem."""
     return _first(
+        (not config.depth, "models without encoder blocks"),
         (config.norm_order != "pre", "post-norm blocks"),
         (not config.out_proj, "attention without an output projection"),
         (config.qk_norm, "QK norm"),
@@ -137,12 +138,14 @@ def unsupported_by_fp8(config: ViTConfig) -> str:
 
 def unsupported_by_fused_training(config: ViTConfig) -> str:
     """Return what the fused training path lacks."""
-    return _first((config.norm_order != "pre", "post-norm blocks")) or _positions_in_attention(config)
+    without = (not config.depth, "models without encoder blocks")
+    return _first(without, (config.norm_order != "pre", "post-norm blocks")) or _positions_in_attention(config)
 
 
 def unsupported_by_onednn(config: ViTConfig) -> str:
     """Return what the packed encoder lacks; tables of rotary or relative positions need more precision than bf16."""
-    lacks = _first((not config.out_proj, "attention without an output projection"))
+    without = (not config.depth, "models without encoder blocks")
+    lacks = _first(without, (not config.out_proj, "attention without an output projection"))
     return lacks or _positions_in_attention(config)
 
 

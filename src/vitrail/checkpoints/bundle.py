@@ -133,9 +133,9 @@ class Bundle:
             "tags: [image-classification, vision-transformer]",
             "---",
             "",
-            "# Vision Transformer",
+            "# Vision Transformer" if config.depth else "# ResNet",
             "",
-            f"{parameters:,} parameters; {config.depth} blocks of width {config.width} with {config.heads} heads; "
+            f"{parameters:,} parameters; {config.encoder_text}; "
             f"images of {height}×{width} pixels in patches of {config.patch_size[0]}×{config.patch_size[1]}.",
             "",
             "```python",

@@ -45,13 +45,14 @@ def inspect(
         return
     parameters = sum(p.numel() for p in bundle.model.parameters())
     pre, names = bundle.preprocess, bundle.classes
+    encoder = f"{config.norm_order}-norm, {config.activation}, LayerNorm eps {config.norm_eps:g}"
     rows = [
         ("from", ", ".join(f"{value}" for key, value in bundle.provenance.items() if key in ("family", "source"))),
         ("variant", inspection.variant or "none of the named sizes"),
-        ("size", f"{parameters:,} parameters: {config.depth} blocks, width {config.width}, {config.heads} heads"),
+        ("size", f"{parameters:,} parameters: {config.encoder_text}"),
         ("images", f"{_by(config.image_size)}, {config.channels} channels, patches of {_by(config.patch_size)}"),
         ("stem and position", f"{config.stem}, {config.position}"),
-        ("encoder", f"{config.norm_order}-norm, {config.activation}, LayerNorm eps {config.norm_eps:g}"),
+        *([("encoder", encoder)] if config.depth else []),
         (
             "output",
             f"pool {config.pool}, {config.classes} classes" if config.classes else f"pool {config.pool}, no head",

@@ -33,9 +33,8 @@ def _list_all(as_json: bool) -> None:
         [(m.name, m.paper, f"{m.cost.parameters:,}", str(m.cost.tokens), f"{m.cost.flops / 1e9:,.2f}") for m in listed],
         numbers=("parameters", "tokens", "GFLOPs"),
     )
-    height, width = listed[0].config.image_size
     echo(
-        f"\nAt {height}×{width} pixels and 1,000 classes. GFLOPs are for one image; a multiply-add\n"
+        "\nFor 1,000 classes, at the image size of the name. GFLOPs are for one image; a multiply-add\n"
         "counts as two, so tables that count it as one show half.\n"
         "Other image sizes: vit_base_patch16_384. One model in detail: vitrail models B/16."
     )

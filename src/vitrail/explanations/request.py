@@ -26,6 +26,7 @@ Method = Literal["attention", "rollout", "relevance", "gradcam", "pca"]
 METHODS: tuple[str, ...] = get_args(Method)
 TARGETED = ("relevance", "gradcam")
 """Methods that explain a class."""
+NEED_ATTENTION = ("attention", "rollout", "relevance")
 _METHODS_WITH = {
     "layer": ("attention", "gradcam", "pca"),
     "head": ("attention",),
@@ -57,6 +58,8 @@ class ExplanationRequest:
         if self.method not in METHODS:
             near = suggest(self.method, METHODS) or f"; choose {', '.join(METHODS[:-1])} or {METHODS[-1]}"
             raise ConfigError(f"unknown method {self.method!r}{near}")
+        if self.method in NEED_ATTENTION and not config.depth:
+            raise ConfigError(f"{self.method} follows attention, and this model is a ResNet without any; use gradcam")
         check_settings(self.fuse, self.discard)
         for option, default in (("layer", None), ("head", None), ("fuse", "mean"), ("discard", 0)):
             if getattr(self, option) != default:

@@ -72,6 +72,8 @@ def read_layer(layer: int, depth: int) -> int:
 
 def read_number(value: int, count: int, what: str) -> int:
     """Resolve an index below `count`, which may be negative."""
+    if not count:
+        raise InputError(f"this model has no {what}s; it is a ResNet without encoder blocks (depth = 0)")
     number = as_int(value)
     if number is None:
         raise InputError(f"expected an integer {what}, found {value!r}; this model has {what}s 0 to {count - 1}")

@@ -13,7 +13,7 @@ from vitrail.errors import ConfigError
 from vitrail.schema import LIMIT, Count, Frozen, Pair, Positive, Rate, Sequence
 
 GROUPS = 32
-"""Groups of every GroupNorm in the hybrid's ResNet."""
+"""Groups of every GroupNorm in the ResNet."""
 RELATIVE_LIMIT = 10_000
 """The maximum number of tokens with relative positions, which store a value for every pair."""
 
@@ -49,9 +49,9 @@ class ConvLayer(Frozen):
 
 
 class ResNet(Frozen):
-    """The ResNet of a hybrid: weight-standardised convolutions with GroupNorm.
+    """The ResNet of the `resnet` stem: weight-standardised convolutions with GroupNorm.
 
-    The root convolution and its max-pool have a total stride of 4; every stage after the first doubles it.
+    Every stage after the first doubles the stride of the root.
     """
 
     depths: Annotated[tuple[Positive, ...], Sequence] = (3, 4, 9)
@@ -59,6 +59,9 @@ class ResNet(Frozen):
     width_factor: Annotated[float, Field(ge=0.5, le=64, multiple_of=0.5)] = 1.0
     """Multiplies the 64 channels of the root, and so those of every stage. A multiple of 0.5, because of GroupNorm's
     groups."""
+    root_stride: Literal[4, 1] = 4
+    """Stride of the root. 4: a 7×7 convolution of stride 2, then max-pooling. 1: a 3×3 convolution without stride or
+    pooling, for images of 32 or 64 pixels."""
     numerics: Literal["google", "timm"] = "google"
     """The epsilons: google divides by (std + 1e-5) and has GroupNorm eps 1e-6; timm divides by
     sqrt(var + 1e-8) and has eps 1e-5."""
@@ -71,7 +74,7 @@ class ResNet(Frozen):
     @property
     def stride(self) -> int:
         """The total stride."""
-        return 4 << max(0, len(self.depths) - 1)
+        return self.root_stride << max(0, len(self.depths) - 1)
 
     @property
     def out_channels(self) -> int:
@@ -133,7 +136,8 @@ class ViTConfig(Frozen):
 
     # The encoder
     width: Positive = 768
-    depth: Positive = 12
+    depth: Count = 12
+    """Number of blocks. 0: no encoder; the `resnet` stem is then a plain ResNet, whose feature map is pooled."""
     heads: Positive = 12
     head_dim: Positive | None = None
     """Width of one head. None: width / heads."""
@@ -204,6 +208,11 @@ class ViTConfig(Frozen):
         return self.head_dim if self.head_dim is not None else self.width // self.heads
 
     @property
+    def has_attention(self) -> bool:
+        """Whether any layer attends: a block, or the `map` pool."""
+        return self.depth > 0 or self.pool == "map"
+
+    @property
     def heads_fill_width(self) -> bool:
         """Whether heads × head width equals the model width, as in every plain ViT."""
         return self.heads * self.head_width == self.width
@@ -266,6 +275,15 @@ class ViTConfig(Frozen):
         )
 
     @property
+    def encoder_text(self) -> str:
+        """The size of the encoder in words; of a plain ResNet, that of the ResNet."""
+        if not self.depth:
+            blocks = ", ".join(map(str, self.stem_resnet.depths))
+            return f"ResNet with {blocks} bottleneck blocks and {self.width:,} output channels"
+        blocks, heads = ("s" * (count != 1) for count in (self.depth, self.heads))
+        return f"{self.depth} block{blocks} of width {self.width:,} with {self.heads} head{heads}"
+
+    @property
     def special_tokens(self) -> int:
         """Number of tokens that are not patches."""
         return int(self.class_token != "none") + int(self.distillation_token) + self.registers
@@ -312,6 +330,8 @@ class ViTConfig(Frozen):
 
     @model_validator(mode="after")
     def _heads_fit_width(self) -> Self:
+        if not self.has_attention:
+            return self
         if self.head_dim is None and self.width % self.heads:
             raise ConfigError(
                 f"width {self.width} is not a multiple of heads {self.heads}; change one, or set head_dim to choose "
@@ -364,6 +384,30 @@ class ViTConfig(Frozen):
                     f"a conv_stem layer with even kernel {layer.kernel} and stride 1 shrinks the image by a pixel; "
                     f"use an odd kernel"
                 )
+
+    @model_validator(mode="after")
+    def _works_without_encoder(self) -> Self:
+        if self.depth:
+            return self
+        if self.stem != "resnet":
+            raise ConfigError(
+                f"depth=0 leaves only the stem, which must be 'resnet', not {self.stem!r}; set depth above 0"
+            )
+        resnet = self.stem_resnet
+        needed = {
+            "width": resnet.out_channels,
+            "patch_size": (resnet.stride, resnet.stride),
+            "class_token": "none",
+            "registers": 0,
+            "position": "none",
+            "final_norm": "none",
+            "norm_before_blocks": False,
+            "patch_dropout": 0.0,
+        }
+        wrong = [f"{name}={value!r}" for name, value in needed.items() if getattr(self, name) != value]
+        if wrong:
+            raise ConfigError(f"with depth=0 the model is a plain ResNet, which needs {', '.join(wrong)}")
+        return self
 
     @model_validator(mode="after")
     def _position_fits(self) -> Self:

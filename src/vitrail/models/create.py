@@ -7,7 +7,7 @@ import torch
 from vitrail.errors import ConfigError, unknown_argument
 from vitrail.models.config import FIELD_ALIASES, ViTConfig, value_here
 from vitrail.models.stages import Cost, Stage, cost, sample_image, stages
-from vitrail.models.variants import DEFAULT_IMAGE_SIZE, VARIANTS, variant_config
+from vitrail.models.variants import VARIANTS, variant_config
 from vitrail.models.vit import ViT
 from vitrail.runtime import OnProgress, on_stage
 
@@ -48,13 +48,14 @@ class ModelInfo(NamedTuple):
 
 
 def list_models(*, on_progress: OnProgress | None = None) -> list[ModelInfo]:
-    """Return the named models with their configs, parameters and FLOPs, at 224×224 pixels and 1,000 classes."""
+    """Return the named models with their configs, parameters and FLOPs, for 1,000 classes and the image size of the
+    name."""
     listed, report = [], on_stage(on_progress, "counting")
     for number, variant in enumerate(VARIANTS):
         if report is not None:
             report(number, len(VARIANTS))
         config = variant_config(variant.paper)
-        listed.append(ModelInfo(f"{variant.name}_{DEFAULT_IMAGE_SIZE}", variant.paper, config, cost(config)))
+        listed.append(ModelInfo(f"{variant.name}_{variant.image_size}", variant.paper, config, cost(config)))
     return listed
 
 

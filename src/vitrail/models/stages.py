@@ -28,9 +28,8 @@ class Stage(NamedTuple):
 @torch.no_grad()
 def stages(model: ViT, image: Tensor) -> list[Stage]:
     """Run images (B, C, H, W) through the model and list the intermediate tensors."""
-    config, first, last = model.config, 0, model.config.depth - 1
+    config = model.config
     model.embed(image)  # fail early on an image that does not fit
-    traced = model.trace(image, attention=(first,), tokens=(last,))
     special = [
         name
         for name, count in (
@@ -60,19 +59,9 @@ def stages(model: ViT, image: Tensor) -> list[Stage]:
             f"{_channels(config.channels)} of {config.image_size[0]}×{config.image_size[1]} pixels",
         ),
         *_through_the_stem(model, image),
-        ("tokens", model.embed(image)[0], f"{joined}{placed}".strip(", ") or "unchanged from the stem"),
-        (
-            "attention, layer 0",
-            traced.attention[first],
-            f"the attention between all tokens, in each of {config.heads} heads",
-        ),
-        (
-            f"tokens after layer {config.depth - 1}",
-            traced.tokens[last],
-            f"after {config.depth} blocks of attention and MLP",
-        ),
+        *(_through_the_encoder(model, image, f"{joined}{placed}".strip(", ")) if config.depth else []),
         ("pooled", model.features(image).pooled, pooled),
-        ("logits", traced.logits, outputs),
+        ("logits", model(image), outputs),
     ]
     return [Stage(name, tuple(tensor.shape), meaning) for name, tensor, meaning in named]
 
@@ -105,6 +94,21 @@ def _through_the_stem(model: ViT, image: Tensor) -> list[Named]:
     return [*named, ("patch embeddings", embeddings, meaning)]
 
 
+def _through_the_encoder(model: ViT, image: Tensor, added: str) -> list[Named]:
+    """Return the tokens before and after the blocks, and the attention of the first block."""
+    config, last = model.config, model.config.depth - 1
+    traced = model.trace(image, attention=(0,), tokens=(last,))
+    return [
+        ("tokens", model.embed(image)[0], added or "unchanged from the stem"),
+        (
+            "attention, layer 0",
+            traced.attention[0],
+            f"the attention between all tokens, in each of {config.heads} heads",
+        ),
+        (f"tokens after layer {last}", traced.tokens[last], f"after {config.depth} blocks of attention and MLP"),
+    ]
+
+
 def _hook(module: nn.Module, side: Side, name: str, meaning: str, named: list[Named]) -> RemovableHandle:
     """Record the input or the output of a module when it runs."""
     if side == "in":
@@ -132,14 +136,19 @@ def _hooked(stem: nn.Module, config: ViTConfig) -> list[tuple[str, str, nn.Modul
         case Hybrid():
             backbone, depths = stem.backbone, config.stem_resnet.depths
             pooled: tuple[nn.Module, Side] = (backbone.stages[0], "in") if depths else (backbone, "out")
+            root = "a 7×7 convolution, stride 2" if backbone.strided else "a 3×3 convolution"
+            pooling = [("ResNet root, pooled", "3×3 max pooling, stride 2", *pooled)] if backbone.strided else []
+            projected: list[tuple[str, str, nn.Module, Side]] = []
+            if stem.proj is not None:
+                projected = [("feature map", f"{config.width} features per {h}×{w} pixels", stem.proj, "out")]
             return [
-                ("ResNet root", "a 7×7 convolution, stride 2", backbone.stem, "out"),
-                ("ResNet root, pooled", "3×3 max pooling, stride 2", *pooled),
+                ("ResNet root", root, backbone.stem, "out"),
+                *pooling,
                 *(
                     (f"ResNet stage {number}", "1 block" if depth == 1 else f"{depth} blocks", module, "out")
                     for number, (depth, module) in enumerate(zip(depths, backbone.stages, strict=True), start=1)
                 ),
-                ("feature map", f"{config.width} features per {h}×{w} pixels", stem.proj, "out"),
+                *projected,
             ]
         case _:
             meaning = f"each {h}×{w} patch as {config.width} features, by a convolution with stride = kernel size"
@@ -167,6 +176,8 @@ def cost(config: ViTConfig) -> Cost:
 
     All blocks are identical, so the cost is extrapolated from models with one and two blocks.
     """
+    if not config.depth:
+        return _count(config)
     one, two = _count(config.replace(depth=1)), _count(config.replace(depth=2))
     more = config.depth - 1
     return Cost(

@@ -6,7 +6,7 @@ In every stem `proj.weight` has the shape of a convolution kernel, (D, C, h, w),
 for its norms) `linear_norm` share weights.
 
 The ResNet is the "BiT" one in the form the paper's hybrids use: weight-standardised convolutions, GroupNorm, TF's SAME
-padding, the stride on the 3×3 convolution. Names follow timm.
+padding, the stride on the 3×3 convolution. Names follow timm. Without an encoder (`depth = 0`) it is the whole model.
 """
 
 from collections.abc import Callable
@@ -131,7 +131,8 @@ class ResNetBackbone(nn.Module):
     def __init__(self, channels: int, config: ResNet) -> None:
         super().__init__()
         google, root = config.numerics == "google", config.root_channels
-        self.stem = ConvNorm(channels, root, 7, 2, google)
+        self.strided = config.root_stride > 1
+        self.stem = ConvNorm(channels, root, 7, 2, google) if self.strided else ConvNorm(channels, root, 3, 1, google)
         self.stages = nn.ModuleList()
         inputs = root
         for i, depth in enumerate(config.depths):
@@ -141,8 +142,9 @@ class ResNetBackbone(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute the feature map."""
         x = F.relu(self.stem(x))
-        # All values are non-negative after ReLU, so zero padding never wins the max.
-        x = F.max_pool2d(pad_same(x, 3, 2), 3, 2)
+        if self.strided:
+            # All values are non-negative after ReLU, so zero padding never wins the max.
+            x = F.max_pool2d(pad_same(x, 3, 2), 3, 2)
         for stage in self.stages:
             x = stage(x)
         return x
@@ -225,18 +227,22 @@ class EarlyConvolutions(nn.Module):
 
 
 class Hybrid(nn.Module):
-    """A ResNet whose feature map is split into patches, of 1×1 in all the paper's hybrids except R+Ti/16."""
+    """A ResNet whose feature map is split into patches, of 1×1 in all the paper's hybrids except R+Ti/16.
+
+    Without an encoder there is no projection: the feature map is the output.
+    """
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         resnet = config.stem_resnet
         self.backbone = ResNetBackbone(config.channels, resnet)
-        h, w = config.patch_size
-        self.proj = _projection(config, resnet.out_channels, (h // resnet.stride, w // resnet.stride))
+        patch = config.patch_size[0] // resnet.stride, config.patch_size[1] // resnet.stride
+        self.proj = _projection(config, resnet.out_channels, patch) if config.depth else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Embed the patches."""
-        return _sequence(self.proj(self.backbone(x)))
+        feature_map = self.backbone(x)
+        return _sequence(feature_map if self.proj is None else self.proj(feature_map))
 
 
 STEMS: dict[str, Callable[[ViTConfig], nn.Module]] = {

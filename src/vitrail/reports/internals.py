@@ -76,7 +76,7 @@ def _drawn(draw: Callable[[], Figure | Absent]) -> str:
 
 def _rollout(bundle: Bundle, items: list[Item]) -> str:
     """Return images next to their attention rollout; as separate cards, which follow the page's colour scheme."""
-    if bundle.model.config.patches == 1:
+    if bundle.model.config.patches == 1 or not bundle.model.config.depth:
         return ""
     cards = []
     try:

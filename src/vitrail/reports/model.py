@@ -57,9 +57,9 @@ def _architecture(bundle: Bundle) -> dict[str, str]:
     patch = "×".join(map(str, config.patch_size))
     special = config.tokens - config.patches
     compute = cost(config)
+    kind, mlp = ("Vision Transformer", f", MLP of {config.mlp_hidden:,}") if config.depth else ("Convolutional", "")
     return {
-        "Architecture": f"Vision Transformer{f' {variant}' if variant else ''}: {plural(config.depth, 'block')} of "
-        f"width {config.width:,} with {plural(config.heads, 'head')}, MLP of {config.mlp_hidden:,}",
+        "Architecture": f"{kind}{f' {variant}' if variant else ''}: {config.encoder_text}{mlp}",
         "Stem and pooling": f"{STEMS[config.stem]}; position: {config.position.replace('_', ' ')}; the head reads "
         f"{POOLS[config.pool]}",
         "Parameters": f"{compute.parameters:,}",

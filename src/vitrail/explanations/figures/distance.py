@@ -83,6 +83,8 @@ def distance_figure(
     At most 128 images are used, as in the paper. `standalone=False` is for a page that has the charts' style.
     """
     config = bundle.model.config
+    if not config.depth:
+        return Absent(NAME, TITLE, "this model is a ResNet, which has no attention.")
     if config.patches == 1:
         return Absent(NAME, TITLE, "the whole image is one patch, so distances cannot be plotted.")
     if pixels.ndim != 4 or not len(pixels):

@@ -75,6 +75,8 @@ def examples_figure(explanations: Sequence[Explained]) -> Figure:
 
 def rollout_figure(bundle: Bundle, images: Iterable[ImageInput], *, device: str = "auto") -> Figure | Absent:
     """Draw the attention rollout of images; only the first `EXAMPLES` are drawn."""
+    if not bundle.model.config.depth:
+        return Absent(NAME, TITLE, "this model is a ResNet, which has no attention.")
     if bundle.model.config.patches == 1:
         return Absent(NAME, TITLE, "the whole image is one patch, so there is nothing to choose from.")
     return examples_figure(explain(bundle, list(islice(images, EXAMPLES)), method="rollout", device=device))
