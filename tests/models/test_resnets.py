@@ -9,6 +9,7 @@ from tests.support.peers import import_peer, relative_error, scramble
 
 import vitrail
 from vitrail.errors import ConfigError, InputError
+from vitrail.explanations.request import Method
 from vitrail.models.config import ResNet, ViTConfig
 from vitrail.models.variants import resnet_config, variant_config
 from vitrail.models.vit import ViT
@@ -91,12 +92,12 @@ def test_layers_that_are_not_there() -> None:
 
 
 @pytest.mark.parametrize("method", ["attention", "rollout", "relevance"])
-def test_attention_cannot_be_explained(method: str) -> None:
+def test_attention_cannot_be_explained(method: Method) -> None:
     config = resnet_config(ResNet(depths=(1,), width_factor=0.5)).replace(image_size=16, classes=2)
     bundle = vitrail.Bundle(ViT(config), vitrail.Preprocess(size=(16, 16)), ("a", "b"))
     image = torch.zeros(3, 16, 16, dtype=torch.uint8)
     with pytest.raises(ConfigError, match=f"{method} follows attention, and this model is a ResNet"):
-        vitrail.explain(bundle, image, method=method, device="cpu")  # type: ignore[arg-type]
+        vitrail.explain(bundle, image, method=method, device="cpu")
     assert vitrail.explain(bundle, image, method="gradcam", device="cpu").map.shape == (4, 4)
 
 

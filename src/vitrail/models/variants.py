@@ -80,12 +80,12 @@ def variant_config(name: str) -> ViTConfig:
     For example "B/16", "R50+B/16", "R50", "vit_base_patch16_224", "vit_base_patch16_384".
     """
     variant, image_size = _find(name)
-    sizes = {"image_size": (image_size, image_size), "patch_size": (variant.patch, variant.patch)}
     if variant.size is None:
-        return resnet_config(variant.resnet or ResNet()).replace(**sizes)
+        return resnet_config(variant.resnet or ResNet()).replace(image_size=(image_size, image_size))
     width, depth, heads, mlp_width = SIZES[variant.size]
     return ViTConfig(
-        **sizes,
+        image_size=(image_size, image_size),
+        patch_size=(variant.patch, variant.patch),
         width=width,
         depth=depth,
         heads=heads,

@@ -319,7 +319,7 @@ def test_the_kinds_that_compile(low: bool) -> None:
 
 
 def test_which_models_can_be_fused() -> None:
-    assert {"rope", "relative", "conv_stem"} == {
+    assert {"rope", "relative", "conv_stem", "cnn"} == {
         kind for kind in KINDS if unsupported_by_fused_training(bundle(kind).model.config)
     }
 
