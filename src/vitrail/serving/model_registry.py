@@ -32,6 +32,7 @@ from vitrail.serving.files import model_samples
 from vitrail.serving.lifecycle import Counters
 from vitrail.serving.operations import Embed, Operation, Predict, Result
 from vitrail.serving.settings import NamedSource, Settings
+from vitrail.tasks.lookup import compare_for, task_of_head
 
 _log = logging.getLogger("vitrail.serving")
 WARM_BATCH = 8
@@ -52,6 +53,7 @@ class ServedModel:
         self.bundle: Bundle = open_checkpoint(named.source, overrides=settings.overrides, keys=settings.keys)
         model = self.bundle.model.to(self.device).eval()
         _copy_weights(model)
+        self.task = task_of_head(self.bundle)
         self.engine: Engine | None = None
         if model.config.classes and model.config.pool != "none":
             self.engine = self._open_engine(settings)
@@ -83,7 +85,9 @@ class ServedModel:
             return open_engine(model, preprocess, kind=settings.engine, precision=precision, device=device)
 
         if settings.precision == "auto":
-            return AutoPrecisionEngine(open_for, self.device, partial(_log_precision, self.name))
+            return AutoPrecisionEngine(
+                open_for, self.device, partial(_log_precision, self.name), compare_for(self.bundle)
+            )
         return open_for(settings.precision)
 
     @property
