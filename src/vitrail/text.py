@@ -97,6 +97,11 @@ def as_percent(value: float | None) -> str:
     return "–" if value is None else f"{percent(value)}%"
 
 
+def rounded(value: float) -> float:
+    """Return a number with the six digits that float32 has, for JSON."""
+    return float(f"{value:.6g}")
+
+
 def number(value: float, scale: float | None = None) -> str:
     """Format a number with about four significant digits, or as many decimals as a number of size `scale` has.
 

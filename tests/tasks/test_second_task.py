@@ -7,6 +7,7 @@ of the package but the table of tasks.
 import csv
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from numpy.typing import NDArray
+from tests.support.browser import chromium
 from tests.support.html_page import Page
 from tests.support.memory_jobs import job
+from tests.support.page_visit import DESKTOP, service, visit
 from tests.support.service_in_process import PNG, settings_for, with_client
 from torch import Tensor
 
@@ -34,6 +37,7 @@ from vitrail.tasks import lookup
 from vitrail.tasks.metrics import Metric, Metrics, MetricSpec, ResultTable
 from vitrail.tasks.objective import Objective
 from vitrail.tasks.task import FieldType, Prediction, Predictions, RowFormat, Task, TrainingLoss
+from vitrail.training.curves import curve_charts
 from vitrail.training.defaults import DataFacts, resolve_defaults
 from vitrail.training.memory import forecast
 from vitrail.training.recipe import read_recipe
@@ -333,6 +337,22 @@ def test_it_explains(run: Run, images: Path) -> None:
         vitrail.explain(run.folder / "best", images / "0.png", target=5, device="cpu")
 
 
+def test_the_explorer_page_shows_no_classes(run: Run, images: Path) -> None:
+    with (
+        chromium() as browser,
+        service({"counting": run.folder / "best"}) as address,
+        visit(browser, DESKTOP) as seen,
+    ):
+        seen.open(f"{address}#model=counting&method=relevance")
+        seen.page.set_input_files("#file", images / "0.png")
+        seen.until("image=own")
+        seen.settle()
+        assert seen.part("bars").locator("li").count() == 0
+        assert seen.part("predictions-note").inner_text() == "This model does not classify whole images."
+        assert re.fullmatch(r"Evidence for output 0: [\d.]+\.", seen.part("readout").inner_text())
+        assert seen.complaints == []
+
+
 # ── at the border of the package ──
 
 
@@ -447,7 +467,11 @@ def test_it_exports_and_is_served(run: Run, images: Path, tmp_path: Path) -> Non
         response = (await client.post("/v1/predict", content=body, headers=PNG)).json()
         assert isinstance(response["results"][0]["value"], float)
         explained = (await client.post("/v1/explain", content=body, headers=PNG)).json()["results"][0]["target"]
-        assert explained == {"name": "output 0", "index": 0, "value": pytest.approx(response["results"][0]["value"], abs=1e-4)}
+        assert explained == {
+            "name": "output 0",
+            "index": 0,
+            "value": pytest.approx(response["results"][0]["value"], abs=1e-4),
+        }
 
     with_client(settings_for(run.folder / "best"), ask)
 
@@ -458,3 +482,45 @@ def test_an_unknown_task(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         vitrail.evaluate(run.folder / "best", "digits", device="cpu")
     with pytest.raises(ConfigError, match=r"no task is called 'clasification'.*did you mean 'classification'"):
         vitrail.train("digits", changes=["task=clasification"], folder=tmp_path / "run", device="cpu", quiet=True)
+
+
+# ── metrics ──
+
+
+def test_a_percentage_is_named() -> None:
+    """Only "93.1% on 359 held-out images" of a classifier is understood as its accuracy."""
+
+    @dataclass(frozen=True, eq=False, kw_only=True)
+    class Overlap(Metrics):
+        @property
+        def headline(self) -> Metric:
+            return Metric(MetricSpec("mIoU"), 0.631)
+
+        @property
+        def numbers(self) -> list[Metric]:
+            return [self.headline]
+
+        @property
+        def details(self) -> dict[str, Any]:
+            return {}
+
+    assert Overlap(images=500, kind="held-out images").summary == "mIoU 63.1% on 500 held-out images"
+
+
+def test_numbers_have_significant_digits() -> None:
+    shown = [Metric(ERROR, value, Interval(value, 2 * value)) for value in (0.00042, 0.117, 253412.7)]
+    assert [metric.text for metric in shown] == ["0.00042", "0.117", "253,413"]
+    assert shown[0].interval_text == "95% interval 0.00042–0.00084"
+
+
+def test_a_criterion_says_where_its_axis_ends() -> None:
+    class Signed(Counting):
+        criteria: ClassVar[Mapping[str, MetricSpec]] = {"r2": MetricSpec("R²", "number", key="val_r2"), "loss": LOSS}
+
+    rows = [{"step": step, "loss": 1.0, "absolute_error": -4.0} for step in (1, 2)]
+    rows += [{"step": 2, "val_r2": -3.5, "val_loss": 1.0, "best": 2}]
+    _, chart, *_ = curve_charts(rows, Signed())
+    assert ">−4.0<" in chart or ">-4.0<" in chart or ">−4<" in chart
+    assert "kept: -3.500" in chart
+    assert Counting.criteria["error"].axis == (0.0, None)
+    assert MetricSpec("accuracy").axis == (0.0, 1.0)

@@ -1,6 +1,5 @@
 """How well the outputs of a faster path agree with the exact ones. What counts as equal is up to the model's task."""
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -23,11 +22,6 @@ class Agreement(NamedTuple):
     """Images whose prediction differs, if a prediction is one of several choices."""
     prediction: str = ""
     """What such a prediction is: "top class"."""
-
-    def __add__(self, more: "Agreement") -> "Agreement":  # type: ignore[override]  # not the sum of two tuples
-        """Combine with the agreement on more images; a NaN is kept."""
-        change = more.change if math.isnan(more.change) or more.change > self.change else self.change
-        return more._replace(images=self.images + more.images, change=change, changed=self.changed + more.changed)
 
     @property
     def fault(self) -> str | None:

@@ -1,5 +1,6 @@
 """Automatic precision: bf16 if it is faster on this device and gives the same predictions."""
 
+import math
 import time
 from collections.abc import Callable
 
@@ -39,7 +40,13 @@ class PrecisionTrial:
             start = time.perf_counter()
             outputs.append(engine(images))
             self._spent[number] += time.perf_counter() - start
-        self.agreement += self.compare(*outputs)
+        before, now = self.agreement, self.compare(*outputs)
+        self.agreement = now._replace(
+            images=before.images + now.images,
+            changed=before.changed + now.changed,
+            # Keeps a NaN from any batch.
+            change=now.change if math.isnan(now.change) or now.change > before.change else before.change,
+        )
         return outputs[0]
 
     def choose(self) -> tuple[Engine, str]:

@@ -38,9 +38,8 @@ from vitrail.tasks.task import (
     RowFormat,
     Task,
     TrainingLoss,
-    rounded,
 )
-from vitrail.text import percent, printable
+from vitrail.text import percent, printable, rounded
 
 TOP = 5
 """Classes per image in test_predictions.parquet. All of them would take 200 MB for 50,000 images of 1,000 classes."""

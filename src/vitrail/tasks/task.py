@@ -24,7 +24,7 @@ from vitrail.data.batches import BadImage
 from vitrail.data.sources.source import Source
 from vitrail.tasks.metrics import Metrics, MetricSpec
 from vitrail.tasks.objective import Objective
-from vitrail.text import number
+from vitrail.text import number, rounded
 
 FieldType = Literal["string", "float", "strings", "floats"]
 TrainingLoss = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
@@ -76,11 +76,6 @@ class Explained:
         """Return the values of an HTTP response as JSON."""
         key = "probability" if self.is_probability else "value"
         return {"name": str(self.name), "index": self.index, key: rounded(self.value)}
-
-
-def rounded(value: float) -> float:
-    """Return a value with the six digits that float32 has."""
-    return float(f"{value:.6g}")
 
 
 @dataclass(frozen=True, kw_only=True)
