@@ -170,7 +170,10 @@ class Task(ABC):
         """Return the source with labels as the model counts them; `names` are those of the model's outputs."""
 
     def targets(self, labels: NDArray[np.int64], classes: Sequence[str]) -> NDArray[Any]:  # noqa: ARG002
-        """Return what the model should output for labels (N), which count `classes`; by default the labels."""
+        """Return what the outputs are compared with, for labels (N) that count `classes`; by default the labels.
+
+        Training loss, validation and evaluation of a task all call it.
+        """
         return labels
 
     # ── training ──
