@@ -16,7 +16,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Arrays, digits
 from vitrail.data.sources.splits import split_of
 from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged
-from vitrail.evaluation import evaluate, evaluate_bundle, predict_all
+from vitrail.evaluation import check_finite, evaluate, evaluate_bundle, predict_all
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 from vitrail.tasks.classification_metrics import ClassificationMetrics, classification_metrics
@@ -269,3 +269,10 @@ def test_the_summary() -> None:
 
 def test_only_one_is_a_hundred_percent() -> None:
     assert [percent(fraction) for fraction in (1, 0.99999, 0.9994, 0.5, 0)] == ["100.0", "99.9", "99.9", "50.0", "0.0"]
+
+
+def test_outputs_with_more_axes_are_checked_by_image() -> None:
+    outputs = torch.zeros(3, 4, 5, 5)
+    outputs[1, 2, 3, 4] = torch.nan
+    with pytest.raises(Diverged, match="the model's output for image 8 is not finite"):
+        check_finite(outputs, torch.tensor([7, 8, 9]), "image {}".format, "float32")

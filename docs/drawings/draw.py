@@ -443,7 +443,8 @@ def draw_project(folder: Path = HERE) -> None:
         middle = _card(drawing, right, top, title, lines)
         drawing.arrow([(455, level), (478, level), (478, middle), (right - 3, middle)], "line")
 
-    biggest = cost(variant_config(max(VARIANTS, key=lambda variant: SIZES[variant.size].width).paper)).parameters
+    widths = {variant.paper: SIZES[variant.size].width for variant in VARIANTS if variant.size is not None}
+    biggest = cost(variant_config(max(widths, key=widths.__getitem__))).parameters
     for line, words in enumerate(
         (
             f"{options('stem')} stems · {options('position')} kinds of position",

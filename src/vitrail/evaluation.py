@@ -155,8 +155,8 @@ def predict_all(
 
 
 def check_finite(outputs: Tensor, indices: Tensor, name: Callable[[int], str], precision: Precision) -> None:
-    """Raise if outputs (B, K) are not finite, naming the first such image."""
-    wrong = ~outputs.isfinite().all(dim=1)
+    """Raise if outputs (B, …) are not finite, naming the first such image."""
+    wrong = ~outputs.flatten(1).isfinite().all(dim=1)
     if wrong.any():
         first = int(indices[wrong.cpu()][0])
         help = "evaluate in float32" if precision != "float32" else "its weights are corrupt, or training diverged"

@@ -17,7 +17,7 @@ from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import ready_bundle
 from vitrail.checkpoints.writing import atomic_file
 from vitrail.errors import CheckpointError, ConfigError, suggest
-from vitrail.tasks.lookup import task_of
+from vitrail.tasks.lookup import compare_for, task_of
 
 Form = Literal["onnx", "torch", "openvino"]
 SUFFIXES: dict[Form, str] = {"onnx": ".onnx", "torch": ".pt2", "openvino": ".xml"}
@@ -65,7 +65,7 @@ def export(
     metadata = describe_graph(graph, opened)
     with atomic_file(target, overwrite=overwrite) as temporary:
         _write(graph, to, temporary, metadata, OPSET if opset is None else opset)
-        check = check_outputs(graph, opened.preprocess, _opened(to, temporary))
+        check = check_outputs(graph, opened.preprocess, _opened(to, temporary), compare_for(opened))
         if not check.passed:
             raise CheckpointError(
                 f"the outputs of the exported {to} file differ by {check.relative:.1e} of the largest output (allowed: "

@@ -1,5 +1,6 @@
 """Text as people read it: numbers, paths and percentages, safe for terminals."""
 
+import math
 import os
 import re
 
@@ -94,6 +95,29 @@ def percent(fraction: float) -> str:
 def as_percent(value: float | None) -> str:
     """Format a fraction as a percentage; a dash for None."""
     return "–" if value is None else f"{percent(value)}%"
+
+
+def rounded(value: float) -> float:
+    """Return a number with the six digits that float32 has, for JSON."""
+    return float(f"{value:.6g}")
+
+
+def number(value: float, scale: float | None = None) -> str:
+    """Format a number with about four significant digits, or as many decimals as a number of size `scale` has.
+
+    >>> number(0.117), number(2.3026), number(0.00042), number(253412.7), number(-3.1, scale=2000)
+    ('0.117', '2.303', '0.00042', '253,413', '-3')
+    """
+    size = abs(value if scale is None else scale)
+    if not math.isfinite(value) or 0 < size < 1e-6:
+        return f"{value:.2g}"
+    power = math.floor(math.log10(size)) if size else 0
+    return f"{value:,.{max(0, 3 - max(0, power)) if size >= 0.01 or not size else 1 - power}f}"
+
+
+def isolated(name: str) -> str:
+    """Return a name for a sentence, so that a right-to-left name does not reorder the text around it."""
+    return "\u2068" + re.sub("[\u2066-\u2069]", "", name) + "\u2069"
 
 
 def capitalised(text: str) -> str:

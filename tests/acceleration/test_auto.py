@@ -14,6 +14,9 @@ from vitrail.acceleration.engine import Engine, Kind, open_engine
 from vitrail.acceleration.planner import ExecutionPlan, Hardware
 from vitrail.errors import ConfigError
 from vitrail.runtime import Precision
+from vitrail.tasks.lookup import CLASSIFICATION
+
+COMPARE = CLASSIFICATION.agreement
 
 
 class Clock:
@@ -87,7 +90,7 @@ def turned() -> Tensor:
 
 @pytest.mark.usefixtures("fast")
 def test_bf16_is_used_if_nothing_changes() -> None:
-    engine, why = choose_precision(opener(LOGITS, LOGITS + 0.001 * torch.randn(100, 5)), numbered(100), CPU)
+    engine, why = choose_precision(opener(LOGITS, LOGITS + 0.001 * torch.randn(100, 5)), numbered(100), CPU, COMPARE)
     assert engine.precision == "bf16"
     assert "× faster; the first 64 images have the same top class, probabilities within 0.00" in why
     assert why.startswith("bf16: ")
@@ -98,14 +101,14 @@ def test_bf16_is_used_if_nothing_changes() -> None:
 
 @pytest.mark.usefixtures("fast")
 def test_one_changed_top_class_rejects_bf16() -> None:
-    engine, why = choose_precision(opener(near_tie(), turned()), numbered(64), CPU)
+    engine, why = choose_precision(opener(near_tie(), turned()), numbered(64), CPU, COMPARE)
     assert (engine.precision, why) == ("float32", "float32: bf16 changes the top class of 1 of the first 64 images")
 
 
 @pytest.mark.usefixtures("fast")
 def test_only_the_first_64_images_count() -> None:
-    assert choose_precision(opener(LOGITS, swapped(64)), numbered(100), CPU)[0].precision == "bf16"
-    assert choose_precision(opener(LOGITS, swapped(63)), numbered(100), CPU)[0].precision == "float32"
+    assert choose_precision(opener(LOGITS, swapped(64)), numbered(100), CPU, COMPARE)[0].precision == "bf16"
+    assert choose_precision(opener(LOGITS, swapped(63)), numbered(100), CPU, COMPARE)[0].precision == "float32"
 
 
 @pytest.mark.usefixtures("fast")
@@ -115,7 +118,7 @@ def test_probabilities_may_change_by_0_02(fraction: float, taken: str) -> None:
     exact[7] = torch.tensor([0.5, 0.3, 0.1, 0.05, 0.05]).log()
     quick = exact.clone()
     quick[7] = torch.tensor([0.5 + fraction, 0.3 - fraction, 0.1, 0.05, 0.05]).log()
-    engine, why = choose_precision(opener(exact, quick), numbered(64), CPU)
+    engine, why = choose_precision(opener(exact, quick), numbered(64), CPU, COMPARE)
     assert engine.precision == taken
     if taken == "float32":
         assert why == "float32: bf16 changes a probability of the first 64 images by 0.021"
@@ -123,21 +126,36 @@ def test_probabilities_may_change_by_0_02(fraction: float, taken: str) -> None:
 
 @pytest.mark.usefixtures("fast")
 def test_bf16_must_be_faster() -> None:
-    engine, why = choose_precision(opener(LOGITS, LOGITS, (100.0, 2000.0)), numbered(64), CPU)
+    engine, why = choose_precision(opener(LOGITS, LOGITS, (100.0, 2000.0)), numbered(64), CPU, COMPARE)
     assert engine.precision == "float32"
     assert why.startswith("float32: bf16 is only 0.")
 
 
 @pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize(("factor", "taken"), [(1.01, "bf16"), (1.5, "float32")])
+def test_one_output_is_compared_by_its_size(factor: float, taken: str) -> None:
+    """The softmax of one output is always 1, so that probabilities would accept anything."""
+    exact = 1000 * LOGITS[:, :1]
+    engine, why = choose_precision(opener(exact, factor * exact), numbered(64), CPU)
+    assert engine.precision == taken
+    if taken == "float32":
+        assert why == "float32: bf16 changes an output of the first 64 images by 0.500"
+    else:
+        assert why.endswith("faster; the first 64 images have outputs within 0.010")
+    assert choose_precision(opener(exact, exact * torch.nan), numbered(64), CPU)[0].precision == "float32"
+
+
+@pytest.mark.usefixtures("fast")
 def test_nan_rejects_bf16() -> None:
     broken = torch.full_like(LOGITS, float("nan"))
-    assert choose_precision(opener(LOGITS, broken), numbered(64), CPU)[0].precision == "float32"
+    assert choose_precision(opener(LOGITS, broken), numbered(64), CPU, COMPARE)[0].precision == "float32"
 
 
 @pytest.mark.usefixtures("fast")
 def test_one_image_and_no_images() -> None:
-    assert "the first image has the same top class" in choose_precision(opener(LOGITS, LOGITS), numbered(1), CPU)[1]
-    engine, why = choose_precision(opener(LOGITS, LOGITS), numbered(0), CPU)
+    _, why = choose_precision(opener(LOGITS, LOGITS), numbered(1), CPU, COMPARE)
+    assert "the first image has the same top class" in why
+    engine, why = choose_precision(opener(LOGITS, LOGITS), numbered(0), CPU, COMPARE)
     assert (engine.precision, why) == ("float32", "float32: no images to try bf16 on")
 
 
@@ -148,7 +166,7 @@ def test_an_engine_that_cannot_compute_in_bf16() -> None:
             raise ConfigError("it cannot")
         return Fake("float32", LOGITS, 0)
 
-    engine, why = choose_precision(refuse, numbered(4), CPU)
+    engine, why = choose_precision(refuse, numbered(4), CPU, COMPARE)
     assert (engine.precision, why) == ("float32", "float32: it cannot")
 
 
@@ -160,7 +178,7 @@ def test_bf16_is_not_tried_if_the_cpu_is_not_faster(monkeypatch: pytest.MonkeyPa
         calls.append(precision)
         return Fake(precision, LOGITS, 0)
 
-    engine, why = choose_precision(remember, numbered(4), CPU)
+    engine, why = choose_precision(remember, numbered(4), CPU, COMPARE)
     assert (engine.precision, why) == ("float32", "float32: bf16 is not faster on this device")
     assert calls == ["float32"]
 
@@ -182,7 +200,7 @@ def test_with_a_real_model() -> None:
 @pytest.mark.usefixtures("fast")
 def test_the_engine_chooses_after_64_images() -> None:
     messages: list[str] = []
-    engine = AutoPrecisionEngine(opener(LOGITS, LOGITS + 0.001), CPU, messages.append)
+    engine = AutoPrecisionEngine(opener(LOGITS, LOGITS + 0.001), CPU, messages.append, COMPARE)
     engine(numbered(40))  # warm-up
     engine.restart()
     for first in range(0, 60, 20):
@@ -200,7 +218,7 @@ def test_the_engine_stays_exact_if_predictions_differ() -> None:
     messages: list[str] = []
     broken = LOGITS.clone()
     broken[2] = float("nan")  # in the first batch, remembered in the others
-    engine = AutoPrecisionEngine(opener(LOGITS, broken), CPU, messages.append)
+    engine = AutoPrecisionEngine(opener(LOGITS, broken), CPU, messages.append, COMPARE)
     for first in range(0, 100, 10):
         assert torch.equal(engine(numbered(100)[first : first + 10]), LOGITS[first : first + 10])
     assert engine.precision == "float32"
@@ -210,7 +228,7 @@ def test_the_engine_stays_exact_if_predictions_differ() -> None:
 def test_an_engine_without_a_trial_reports_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "hardware_of", lambda _: Hardware("cpu"))
     messages: list[str] = []
-    engine = AutoPrecisionEngine(opener(LOGITS, LOGITS), CPU, messages.append)
+    engine = AutoPrecisionEngine(opener(LOGITS, LOGITS), CPU, messages.append, COMPARE)
     assert messages == ["float32: bf16 is not faster on this device"]
     engine.restart()
     assert torch.equal(engine(numbered(3)), LOGITS[:3])
@@ -224,7 +242,7 @@ def test_an_engine_whose_trial_fails_still_runs() -> None:
 
     made: dict[str, Fake] = {"float32": Fake("float32", LOGITS, 0), "bf16": Failing("bf16", LOGITS, 0)}
     messages: list[str] = []
-    engine = AutoPrecisionEngine(lambda precision: made[precision], CPU, messages.append)
+    engine = AutoPrecisionEngine(lambda precision: made[precision], CPU, messages.append, COMPARE)
     for _ in range(2):
         assert torch.equal(engine(numbered(3)), LOGITS[:3])
     assert messages == ["float32: bf16 could not be tried: not enough memory"]

@@ -16,9 +16,9 @@ from tests.support.tiny_runs import CLASSES, TINY
 
 from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.source import Arrays
-from vitrail.reports.curves import _floor, loss_note
 from vitrail.reports.report import report
 from vitrail.reports.run_record import read_run
+from vitrail.tasks.classification import smoothed_entropy
 from vitrail.tasks.classification_metrics import classification_metrics
 from vitrail.tasks.objective import Objective, loss, targets
 from vitrail.tasks.task import Predictions
@@ -123,19 +123,24 @@ def test_a_mistake_shows_the_stored_image_and_the_model_input(tmp_path: Path) ->
             assert image.size == (480, 320), "the whole image, and not the square that the model saw"
 
 
+def noted(folder: Path) -> str:
+    run = read_run(folder)
+    return run.task.loss_note(run.recipe).text
+
+
 def test_the_loss_note_lists_what_only_the_training_loss_has(bare: Path) -> None:
     recipe = (bare / "recipe.toml").read_text()
     (bare / "recipe.toml").write_text(re.sub("label_smoothing = .*", "label_smoothing = 0.1", recipe))
-    note = loss_note(read_run(bare))
+    note = noted(bare)
     assert "includes label smoothing (0.1)" in note
-    assert f"With this smoothing and 3 classes, training cannot fall below {_floor(0.1, 3):.2f}" in note
+    assert f"With this smoothing and 3 classes, training cannot fall below {smoothed_entropy(0.1, 3):.2f}" in note
     assert note in " ".join(Page(report(bare)).sections["curves"].split())
     mixed = re.sub("mixup = .*", "mixup = 0.2", (bare / "recipe.toml").read_text())
     (bare / "recipe.toml").write_text(mixed)
-    assert "includes label smoothing (0.1) and mixup; the validation loss does not" in loss_note(read_run(bare))
+    assert "includes label smoothing (0.1) and mixup; the validation loss does not" in noted(bare)
     plain = re.sub("label_smoothing = .*", "label_smoothing = 0.0", re.sub("mixup = .*", "mixup = 0.0", mixed))
     (bare / "recipe.toml").write_text(plain)
-    assert "includes" not in loss_note(read_run(bare))
+    assert "includes" not in noted(bare)
 
 
 def test_the_floor_of_a_smoothed_loss_is_a_perfect_models_loss() -> None:
@@ -143,8 +148,8 @@ def test_the_floor_of_a_smoothed_loss_is_a_perfect_models_loss() -> None:
 
     objective = Objective(label_smoothing=0.1)
     expected = targets(torch.tensor([3]), 10, objective)
-    assert float(loss(expected.log(), expected, objective)) == pytest.approx(_floor(0.1, 10), abs=1e-5)
-    assert math.isclose(_floor(0.1, 10), 0.5003, abs_tol=1e-3)
+    assert float(loss(expected.log(), expected, objective)) == pytest.approx(smoothed_entropy(0.1, 10), abs=1e-5)
+    assert math.isclose(smoothed_entropy(0.1, 10), 0.5003, abs_tol=1e-3)
 
 
 def test_the_model_summary(run: Path) -> None:

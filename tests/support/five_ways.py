@@ -79,14 +79,15 @@ def traced(call: Callable[[], object]) -> Way:
 
 
 def image_to_gradient(folder: Path) -> Way:
-    """Trace a training step from the request for a batch to its gradients."""
+    """Trace a training step from the request for a batch to its gradients, and the loop that requests it."""
     tracer = Tracer()
     with tracer.tracing():
         vitrail.train("digits", changes=TINY, folder=folder / "run", device="cpu", workers=0, quiet=True)
     names = [(Path(file).name, function) for file, function in tracer.calls]
     clipped = [place for place, (_, function) in enumerate(names) if function == "clip_gradients"]
     read = next(place for place, (file, _) in enumerate(names) if file == "batches.py" and place > clipped[0])
-    tracer.calls = tracer.calls[read : clipped[1]]
+    loop = next(call for call in tracer.calls if call[1] == "take_steps")  # it runs when the step begins
+    tracer.calls = [loop, *tracer.calls[read : clipped[1]]]
     return tracer.way()
 
 

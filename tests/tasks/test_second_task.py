@@ -7,6 +7,7 @@ of the package but the table of tasks.
 import csv
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,20 +20,27 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from numpy.typing import NDArray
+from tests.support.browser import chromium
 from tests.support.html_page import Page
+from tests.support.memory_jobs import job
+from tests.support.page_visit import DESKTOP, service, visit
 from tests.support.service_in_process import PNG, settings_for, with_client
 from torch import Tensor
 
 import vitrail
 from vitrail.data.sources.source import Source
-from vitrail.errors import CheckpointError, ConfigError
+from vitrail.errors import CheckpointError, ConfigError, Diverged, InputError
 from vitrail.inference.bulk_prediction import predict_files
 from vitrail.metrics.intervals import Interval, bootstrap_mean
 from vitrail.serving.app import Service
 from vitrail.tasks import lookup
-from vitrail.tasks.metrics import Metric, Metrics
+from vitrail.tasks.metrics import Metric, Metrics, MetricSpec, ResultTable
 from vitrail.tasks.objective import Objective
-from vitrail.tasks.task import Criterion, FieldType, Prediction, Predictions, RowFormat, Task, TrainingLoss
+from vitrail.tasks.task import FieldType, Prediction, Predictions, RowFormat, Task, TrainingLoss
+from vitrail.training.curves import curve_charts
+from vitrail.training.defaults import DataFacts, resolve_defaults
+from vitrail.training.memory import forecast
+from vitrail.training.recipe import read_recipe
 from vitrail.training.sessions import Stopped
 from vitrail.training.train import Run
 
@@ -42,16 +50,20 @@ SETTINGS = ["task=counting", "model.width=32", "model.depth=1", "model.heads=1",
 
 # ── the task ──
 
+ERROR = MetricSpec("mean absolute error", "number", lower_is_better=True, ends=(0.0, None))
+LOSS = MetricSpec("loss", "number", lower_is_better=True, key="val_loss")
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CountingMetrics(Metrics):
     task: ClassVar[str] = "counting"
     error: float
     error_interval: Interval
+    errors: dict[str, float]
 
     @property
     def headline(self) -> Metric:
-        return Metric("mean absolute error", self.error, self.error_interval, "number", lower_is_better=True)
+        return Metric(ERROR, self.error, self.error_interval)
 
     @property
     def numbers(self) -> list[Metric]:
@@ -59,7 +71,16 @@ class CountingMetrics(Metrics):
 
     @property
     def details(self) -> dict[str, Any]:
-        return {"error": self.error, "error_interval": list(self.error_interval)}
+        return {"error": self.error, "error_interval": list(self.error_interval), "errors": self.errors}
+
+    @property
+    def clauses(self) -> list[str]:
+        return [f"the largest error is that of {max(self.errors, key=self.errors.__getitem__)}"]
+
+    @property
+    def tables(self) -> list[ResultTable]:
+        rows = [(name, f"{error:.2f}") for name, error in self.errors.items()]
+        return [ResultTable("Errors", ("number", "error"), rows, ("error",))]
 
 
 @dataclass(frozen=True)
@@ -91,13 +112,10 @@ class CountRows(RowFormat):
 class Counting(Task):
     name = "counting"
     activation = "none"
-    training_metric = Criterion("absolute_error", "error", "number", lower_is_better=True)
-    criteria: ClassVar[Mapping[str, Criterion]] = {
-        "error": Criterion("val_absolute_error", "error", "number", lower_is_better=True),
-        "loss": Criterion("val_loss", "loss", "number", lower_is_better=True),
-    }
+    training_metric = ERROR._replace(key="absolute_error")
+    criteria: ClassVar[Mapping[str, MetricSpec]] = {"error": ERROR._replace(key="val_absolute_error"), "loss": LOSS}
     rows = CountRows()
-    sections = ("curves", "model", "inside", "data", "reproduce")
+    sections = ("tables", "curves", "model", "inside", "data", "reproduce")
     metrics = CountingMetrics
 
     def outputs(self, classes: Sequence[str]) -> int:
@@ -109,6 +127,9 @@ class Counting(Task):
     def match(self, source: Source, names: object, outputs: int, *, by_number: bool = False) -> Source:
         return source
 
+    def targets(self, labels: NDArray[np.int64], classes: Sequence[str]) -> NDArray[np.float32]:
+        return np.array([float(name) for name in classes], np.float32)[labels]
+
     def training_loss(
         self,
         objective: Objective,
@@ -116,7 +137,7 @@ class Counting(Task):
         classes: Sequence[str],
         device: torch.device,
     ) -> TrainingLoss:
-        values = torch.tensor([float(name) for name in classes], device=device)
+        values = torch.from_numpy(self.targets(np.arange(len(classes)), classes)).to(device)
 
         def loss(outputs: Tensor, labels: Tensor, lam: Tensor | None) -> tuple[Tensor, Tensor]:
             assert lam is None
@@ -129,8 +150,8 @@ class Counting(Task):
         return "error"
 
     def _apart(self, predictions: Predictions, classes: Sequence[str]) -> NDArray[np.float64]:
-        values = np.array([float(name) for name in classes])
-        return np.asarray(predictions.outputs[:, 0].astype(np.float64) - values[predictions.labels])
+        wanted = self.targets(predictions.labels, classes)
+        return np.asarray(predictions.outputs[:, 0].astype(np.float64) - wanted)
 
     def validation(self, predictions: Predictions, classes: Sequence[str]) -> dict[str, float]:
         apart = self._apart(predictions, classes)
@@ -144,6 +165,7 @@ class Counting(Task):
         return CountingMetrics(
             images=len(errors), kind=kind, bad=predictions.bad, error=float(errors.mean()),
             error_interval=bootstrap_mean(errors),
+            errors={source.classes[c]: float(errors[predictions.labels == c].mean()) for c in set(predictions.labels)},
         )  # fmt: skip
 
     def predict(self, outputs: Tensor, names: object, top: int) -> list[Count]:
@@ -264,7 +286,10 @@ def test_it_predicts(run: Run, images: Path, tmp_path: Path) -> None:
 def test_it_reports(run: Run, resumed: Run, tmp_path: Path) -> None:
     page = Page(run.folder / "report.html")
     assert "mean absolute error on 359 held-out images" in page.html
-    assert list(page.sections) == ["", "result", "curves", "model", "inside", "data", "reproduce"]
+    assert list(page.sections) == ["", "result", "tables", "curves", "model", "inside", "data", "reproduce"]
+    assert "The largest error is that of" in page.html
+    assert "<caption>Errors" in page.html
+    assert "label smoothing" not in page.html
     assert "Accuracy" not in page.html
     both = Page(vitrail.report(run.folder, resumed.folder, tmp_path / "both.html"))
     assert "Mean absolute error" in both.html
@@ -273,9 +298,167 @@ def test_it_reports(run: Run, resumed: Run, tmp_path: Path) -> None:
     assert columns == ["index", "name", "digest", "value", "absolute_error"]
 
 
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory, known: None) -> Run:
+    changes = [*(change for change in SETTINGS if "task" not in change and "epochs" not in change), "steps=2"]
+    folder = tmp_path_factory.mktemp("classifier") / "run"
+    return vitrail.train("digits", changes=changes, folder=folder, device="cpu", workers=0, quiet=True)
+
+
+def test_runs_of_two_tasks_have_no_winner(run: Run, classifier: Run, tmp_path: Path) -> None:
+    page = Page(vitrail.report(run.folder, classifier.folder, tmp_path / "both.html"))
+    assert "Different tasks: A is counting, B is classification" in page.html
+    assert "is better" not in page.html
+    assert list(page.sections) == ["", "result", "settings", "reproduce"]
+    assert "Mean absolute error" in page.html
+    assert "Macro-F1" in page.html
+
+
+# ── explanations ──
+
+
+def test_it_explains(run: Run, images: Path) -> None:
+    explanation = vitrail.explain(run.folder / "best", images / "0.png", device="cpu")
+    (prediction,) = vitrail.predict(run.folder / "best", [images / "0.png"], device="cpu")
+    assert isinstance(prediction, Count)
+    assert prediction.value is not None
+    assert (explanation.target, explanation.probability, explanation.confidence) == ("output 0", None, None)
+    assert explanation.value is not None
+    assert float(explanation.value) == pytest.approx(prediction.value, abs=0.001)
+    assert explanation.caption == f"relevance for output 0, {explanation.value}"
+    assert "%" not in repr(explanation)
+    assert explanation.notes == {
+        "method": "relevance", "target": "output 0", "output": "output 0", "target_value": explanation.value,
+        "value": explanation.value,
+    }  # fmt: skip
+    attended = vitrail.explain(run.folder / "best", images / "0.png", method="rollout", device="cpu")
+    assert attended.caption == f"rollout; predicted output 0, {explanation.value}"
+    with pytest.raises(InputError, match="output 5 does not exist: this model has outputs 0 to 0"):
+        vitrail.explain(run.folder / "best", images / "0.png", target=5, device="cpu")
+
+
+def test_the_explorer_page_shows_no_classes(run: Run, images: Path) -> None:
+    with (
+        chromium() as browser,
+        service({"counting": run.folder / "best"}) as address,
+        visit(browser, DESKTOP) as seen,
+    ):
+        seen.open(f"{address}#model=counting&method=relevance")
+        seen.page.set_input_files("#file", images / "0.png")
+        seen.until("image=own")
+        seen.settle()
+        assert seen.part("bars").locator("li").count() == 0
+        assert seen.part("predictions-note").inner_text() == "This model does not classify whole images."
+        assert re.fullmatch(r"Evidence for output 0: [\d.]+\.", seen.part("readout").inner_text())
+        assert seen.complaints == []
+
+
+# ── at the border of the package ──
+
+
+def test_it_refuses_settings_about_classes(tmp_path: Path) -> None:
+    for change, name in {
+        "objective.loss=sigmoid": "objective.loss is sigmoid",
+        "objective.label_smoothing=0.2": "objective.label_smoothing is 0.2",
+        "objective.class_weights=balanced": "objective.class_weights is balanced",
+        "data.balance=true": "data.balance is true",
+        "mixing.mixup=0.2": "mixing is on",
+    }.items():
+        with pytest.raises(ConfigError, match=f"^{name}, but the task counting does not support it; leave it out$"):
+            vitrail.train("digits", changes=[*SETTINGS, change], folder=tmp_path / "run", device="cpu", quiet=True)
+    recipe = read_recipe("cifar10", ["task=counting"])
+    assert recipe.mixing is None, "what a bundled recipe says about classes is dropped"
+    assert recipe.objective == Objective()
+    plan = resolve_defaults(read_recipe("scratch-small", ["task=counting"]), facts("cuda"), None)
+    assert not plan.mixing.on, "also by default on a GPU"
+    assert resolve_defaults(read_recipe("scratch-small"), facts("cuda"), None).mixing.on
+
+
+def facts(device: str) -> DataFacts:
+    return DataFacts(10_000, tuple("0123456789"), 32, grey=False, device=device)
+
+
+def test_the_memory_forecast_uses_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, called = Counting.training_loss, []
+
+    def remembering(self: Counting, *arguments: Any) -> TrainingLoss:
+        called.append(arguments[2])
+        return made(self, *arguments)
+
+    monkeypatch.setattr(Counting, "training_loss", remembering)
+    assert forecast(job(task="counting", objective=Objective())).total > 0
+    assert called == [tuple("0123456789")]
+
+
+def test_a_classifiers_head_is_not_kept(run: Run, classifier: Run, tmp_path: Path) -> None:
+    def tuned(*changes: str, pretrained: Run) -> Run:
+        return vitrail.train(
+            "digits", changes=["task=counting", "steps=1", *changes], pretrained=pretrained.bundle,
+            folder=tmp_path / str(len(list(tmp_path.iterdir()))), device="cpu", workers=0, quiet=True,
+        )  # fmt: skip
+
+    with pytest.raises(ConfigError, match=r"head is 'keep', but the model's task is classification and .* is counting"):
+        tuned("pretrained.head=keep", pretrained=classifier)
+    other = tuned(pretrained=classifier)
+    assert (other.bundle.task, other.bundle.model.config.classes) == ("counting", 1)
+    assert 'head = "fresh"' in (other.folder / "recipe.toml").read_text()
+    assert "adapted" not in tuned("pretrained.head=keep", pretrained=run).bundle.provenance, "its own head is kept"
+
+
+def test_other_formats_lose_the_task(run: Run, tmp_path: Path) -> None:
+    done = vitrail.convert(run.folder / "best", tmp_path / "model.pth", to="timm")
+    assert done.notes[0] == "timm does not record the task, counting: it opens the model as a classifier"
+    assert not vitrail.convert(run.folder / "best", tmp_path / "copy").notes
+    with pytest.raises(ConfigError, match="the model's task is counting, so its outputs are not classes"):
+        vitrail.load(run.folder / "best", classes=5)
+    card = (run.folder / "best" / "README.md").read_text()
+    assert "tags: [vision-transformer]" in card
+    assert "- Task: counting" in card
+    assert "- Outputs: 1, without names" in card
+    assert "lass" not in card
+
+
+# ── the criterion ──
+
+
+def test_a_criterion_that_is_not_finite_selects_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    validation, given = Counting.validation, []
+
+    def first_is_nan(self: Counting, *arguments: Any) -> dict[str, float]:
+        rows = validation(self, *arguments)
+        given.append(rows["val_absolute_error"])
+        return rows if len(given) > 1 else {**rows, "val_absolute_error": float("nan")}
+
+    asked: list[float] = []
+
+    def standard_error(self: Counting, criterion: str, value: float, images: int) -> None:
+        asked.append(value)
+
+    monkeypatch.setattr(Counting, "validation", first_is_nan)
+    monkeypatch.setattr(Counting, "standard_error", standard_error)
+    run = trained(tmp_path / "first")
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    best = [row["best"] for row in rows if "best" in row]
+    assert best[0] == 0
+    assert best[1] > 0
+    assert len(given) == len(best)
+    assert set(asked) <= set(given), "the metric itself, not negated"
+
+    def always_nan(self: Counting, *arguments: Any) -> dict[str, float]:
+        return {**validation(self, *arguments), "val_absolute_error": float("nan")}
+
+    monkeypatch.setattr(Counting, "validation", always_nan)
+    with pytest.raises(Diverged, match="the mean absolute error on the validation split was never finite"):
+        trained(tmp_path / "never")
+
+
 def test_it_exports_and_is_served(run: Run, images: Path, tmp_path: Path) -> None:
     done = vitrail.export(run.folder / "best", tmp_path / "model.pt2", to="torch")
     assert (done.metadata["task"], done.metadata["activation"]) == ("counting", "none")
+    assert done.check.agreement.prediction == ""
+    assert done.check.agreement.change == done.check.relative
+    measured = vitrail.bench(run.folder / "best", engines=["torch"], batches=[1], seconds=0.01, device="cpu")
+    assert measured.compared == "outputs"
 
     async def ask(_: Service, client: httpx.AsyncClient) -> None:
         model = (await client.get("/v1/models")).json()["models"][0]
@@ -283,6 +466,12 @@ def test_it_exports_and_is_served(run: Run, images: Path, tmp_path: Path) -> Non
         body = (images / "0.png").read_bytes()
         response = (await client.post("/v1/predict", content=body, headers=PNG)).json()
         assert isinstance(response["results"][0]["value"], float)
+        explained = (await client.post("/v1/explain", content=body, headers=PNG)).json()["results"][0]["target"]
+        assert explained == {
+            "name": "output 0",
+            "index": 0,
+            "value": pytest.approx(response["results"][0]["value"], abs=1e-4),
+        }
 
     with_client(settings_for(run.folder / "best"), ask)
 
@@ -293,3 +482,46 @@ def test_an_unknown_task(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         vitrail.evaluate(run.folder / "best", "digits", device="cpu")
     with pytest.raises(ConfigError, match=r"no task is called 'clasification'.*did you mean 'classification'"):
         vitrail.train("digits", changes=["task=clasification"], folder=tmp_path / "run", device="cpu", quiet=True)
+
+
+# ── metrics ──
+
+
+def test_a_percentage_is_named() -> None:
+    """Only "93.1% on 359 held-out images" of a classifier is understood as its accuracy."""
+
+    @dataclass(frozen=True, eq=False, kw_only=True)
+    class Overlap(Metrics):
+        @property
+        def headline(self) -> Metric:
+            return Metric(MetricSpec("mIoU"), 0.631)
+
+        @property
+        def numbers(self) -> list[Metric]:
+            return [self.headline]
+
+        @property
+        def details(self) -> dict[str, Any]:
+            return {}
+
+    assert Overlap(images=500, kind="held-out images").summary == "mIoU 63.1% on 500 held-out images"
+
+
+def test_numbers_have_significant_digits() -> None:
+    shown = [Metric(ERROR, value, Interval(value, 2 * value)) for value in (0.00042, 0.117, 253412.7)]
+    assert [metric.text for metric in shown] == ["0.00042", "0.117", "253,413"]
+    assert shown[0].interval_text == "95% interval 0.00042–0.00084"
+
+
+def test_a_criterion_says_where_its_axis_ends() -> None:
+    class Signed(Counting):
+        criteria: ClassVar[Mapping[str, MetricSpec]] = {"r2": MetricSpec("R²", "number", key="val_r2"), "loss": LOSS}
+
+    rows = [{"step": step, "loss": 1.0, "absolute_error": -4.0} for step in (1, 2)]
+    rows += [{"step": 2, "val_r2": -3.5, "val_loss": 1.0, "best": 2}]
+    _, chart, *_ = curve_charts(rows, Signed())
+    ticks = [float(tick) for tick in re.findall(r">(-\d\.\d+)</text>", chart)]
+    assert -4.5 < min(ticks) < max(ticks) < -3, "the axis does not reach up to 0"
+    assert "kept: -3.500" in chart
+    assert Counting.criteria["error"].axis == (0.0, None)
+    assert MetricSpec("accuracy").axis == (0.0, 1.0)

@@ -1,6 +1,7 @@
 """The criterion for the best checkpoint: from the recipe, or by default from its class weights."""
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -13,10 +14,12 @@ from PIL import Image
 from vitrail.__main__ import _run
 from vitrail.errors import ConfigError
 from vitrail.tasks.lookup import CLASSIFICATION
+from vitrail.tasks.metrics import MetricSpec
 from vitrail.tasks.task import Predictions
 from vitrail.training.criterion import as_good, score, shared_criterion
 from vitrail.training.grid import combine
 from vitrail.training.recipe import read_recipe
+from vitrail.training.state import Progress, Score
 from vitrail.training.sweep import sweep
 from vitrail.training.train import train
 
@@ -51,7 +54,7 @@ def test_the_best_checkpoint_is_best_by_the_criterion(criterion: str, uneven: Pa
     scores = {row["step"]: score(row, CLASSIFICATION.criteria[criterion]) for row in rows}
     images = 26  # three tenths of 60, 16 and 12
     highest = max(scores.values())
-    error = CLASSIFICATION.standard_error("accuracy", highest, images)
+    error = CLASSIFICATION.standard_error("accuracy", highest.value, images)
     latest = max(step for step, reached in scores.items() if as_good(reached, highest, error))
     best = next(row for row in rows if row["step"] == rows[-1]["best"])
     lowest_loss = max(scores, key=lambda step: scores[step])
@@ -60,7 +63,8 @@ def test_the_best_checkpoint_is_best_by_the_criterion(criterion: str, uneven: Pa
 
 
 def tied(reached: float, highest: float, criterion: str, images: int) -> bool:
-    return as_good(reached, highest, CLASSIFICATION.standard_error(criterion, highest, images))
+    error = CLASSIFICATION.standard_error(criterion, abs(highest), images)
+    return as_good(Score(reached, 0.0), Score(highest, 0.0), error)
 
 
 def test_scores_within_a_standard_error_are_tied() -> None:
@@ -134,6 +138,27 @@ def test_scores_match_the_evaluation(seed: int, classes: int, images: int) -> No
     assert tuple(CLASSIFICATION.criteria) == CRITERIA
     for name, criterion in CLASSIFICATION.criteria.items():
         sign = -1 if name == "loss" else 1
-        assert score(result, criterion) == pytest.approx(sign * result[criterion.key], abs=1e-4)
+        assert score(result, criterion).value == sign * result[criterion.key]
         worse = {**result, "val_loss": result["val_loss"] + 1}
         assert score(worse, criterion) < score(result, criterion), "the loss breaks ties"
+
+
+R2 = MetricSpec("R²", "number", key="val_r2")
+
+
+def test_the_loss_breaks_ties_only() -> None:
+    """Whatever the scale of the loss: R² of .9 with a mean squared error of 4e6 is better than .6 with 1e6."""
+    good, weak = ({"val_r2": r2, "val_loss": loss} for r2, loss in ((0.9, 4e6), (0.6, 1e6)))
+    assert score(good, R2) > score(weak, R2)
+    assert score({**good, "val_loss": 3e6}, R2) > score(good, R2)
+    assert score({**good, "val_loss": math.nan}, R2) < score(good, R2)
+
+
+def test_a_criterion_that_is_not_finite_is_never_the_highest() -> None:
+    progress = Progress(step=1)
+    for value, highest in ((math.nan, False), (-3.0, True), (math.inf, False), (math.nan, False), (-2.0, True)):
+        assert progress.reach(Score(value, -1.0)) == highest
+        progress.best_step = progress.best_step or int(highest)
+    assert progress.highest == (-2.0, -1.0)
+    assert Progress(best_step=1, highest=(0.5, -2.0)).reach(Score(0.5, -1.0)), "the loss breaks the tie"
+    assert not Progress(best_step=1, highest=(0.5, -1.0)).reach(Score(0.5, -1.0))

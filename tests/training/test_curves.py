@@ -11,7 +11,6 @@ import pytest
 from tests.support.browser import chromium
 
 from vitrail.tasks.lookup import CLASSIFICATION
-from vitrail.tasks.objective import loss_note
 from vitrail.training.curves import Curve, curve, curve_charts, curves_svg, draw_curves, headlines
 from vitrail.training.run_folder import MetricsFile
 from vitrail.training.train import train
@@ -73,7 +72,7 @@ def test_no_text_overlaps_or_leaves_the_drawing(tmp_path: Path) -> None:
     with chromium() as browser:
         page = browser.new_page(viewport={"width": 1000, "height": 800})
         for (case, rows), recipe in itertools.product(CASES.items(), RECIPES):
-            draw_curves(rows, tmp_path / "curves.svg", CLASSIFICATION, loss_note(recipe))
+            draw_curves(rows, tmp_path / "curves.svg", CLASSIFICATION, CLASSIFICATION.loss_note(recipe)[:2])
             page.goto((tmp_path / "curves.svg").as_uri())
             drawn, texts = page.evaluate("document.documentElement.getBoundingClientRect()"), page.evaluate(BOXES)
             assert len(texts) > 15
@@ -120,12 +119,12 @@ def test_the_file_describes_its_losses(tmp_path: Path) -> None:
     train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
     drawn = (tmp_path / "run" / "curves.svg").read_text()
     assert ">Loss: training: with label smoothing (0.1), mixup; validation: without, so " in drawn
-    assert loss_note({"objective": {"label_smoothing": 0.0}})[0] == "training: augmented images"
-    assert loss_note(EVERYTHING) == (
+    assert CLASSIFICATION.loss_note({"objective": {"label_smoothing": 0.0}}).training == "training: augmented images"
+    assert CLASSIFICATION.loss_note(EVERYTHING)[:2] == (
         "training: with label smoothing (0.1), mixup, CutMix, class weights",
         "validation: without, so the two are not comparable",
     )
-    assert "mixup" not in loss_note({"mixing": {"mixup": 0.2, "chance": 0}})[0]
+    assert "mixup" not in CLASSIFICATION.loss_note({"mixing": {"mixup": 0.2, "chance": 0}}).training
 
 
 def test_the_headline_has_the_best_and_the_last_numbers() -> None:

@@ -120,7 +120,7 @@ def test_a_lost_best_checkpoint_is_replaced_at_any_score(tmp_path: Path) -> None
     """With the loss as criterion any score below 0 is possible, so none can mean "no best model yet"."""
     messages: list[str] = []
     state = tiny_state(4)
-    state.progress.best_step, state.progress.highest = 2, -0.5
+    state.progress.best_step, state.progress.highest = 2, (-0.5, -0.5)
     ranks = Ranks(Processes(), torch.device("cpu"))
     best = Best(tmp_path, state, ranks, messages.append, lambda *_: pytest.fail("there are no weights"))
     assert best.check() == "lost"

@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitrail.acceleration.agreement import Compare, compare_outputs
 from vitrail.acceleration.engine import Engine, Kind, open_engine
 from vitrail.acceleration.export.graph import quiet
+from vitrail.acceleration.planner import usual_precisions
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.models.vit import ViT
@@ -38,7 +40,7 @@ class Cell(NamedTuple):
     """95th percentile of the latency in milliseconds."""
     calls: int
     change: float
-    """Largest difference of a probability from torch in float32, on random images."""
+    """Largest change from torch in float32, on random images, of what `Bench.compared` names."""
 
 
 class Skipped(NamedTuple):
@@ -57,6 +59,8 @@ class Bench(NamedTuple):
 
     cells: list[Cell]
     skipped: list[Skipped]
+    compared: str = "outputs"
+    """What the changes are of: probabilities, or outputs relative to the largest one."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the results as JSON-compatible values."""
@@ -107,27 +111,27 @@ def run_benchmark(
     precisions: Sequence[Precision] | None = None,
     batches: Sequence[int] = BATCHES,
     seconds: float = 2.0,
+    compare: Compare = compare_outputs,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Bench:
-    """Time a model on random images; `seconds` is the time per cell.
+    """Time a model on random images; `seconds` is the time per cell, `compare` compares outputs for the model's task.
 
     Engines that cannot be opened (a missing package, an unsupported precision) are listed with the reason. By default,
     `precisions` are float32 and bf16, and fp16 on a GPU.
     """
     _check(batches, seconds)
-    usual: tuple[Precision, ...] = ("float32", "bf16", "fp16") if device.type == "cuda" else ("float32", "bf16")
     report = on_progress or _ignore_progress
     with quiet():  # bf16 on a CPU without support prints long warnings
-        opened, skipped = _open_all(model, preprocess, device, engines, precisions or usual)
+        opened, skipped = _open_all(model, preprocess, device, engines, precisions or usual_precisions(device))
         exact = open_engine(model, preprocess, device=device)
-        running, not_run = _start_all(opened, exact, model, batches, seconds)
+        running, not_run, compared = _start_all(opened, exact, model, batches, seconds, compare)
         for number in range(ROUNDS):
             for index, cell in enumerate(running):
                 # A call may take longer than its slice of a round; the cell then skips rounds to make up for it.
                 if sum(cell.times) <= seconds * number / ROUNDS:
                     cell.run_for(seconds / ROUNDS)
                 report(number * len(running) + index + 1, ROUNDS * len(running))
-    return Bench([cell.result() for cell in running], [*skipped, *not_run])
+    return Bench([cell.result() for cell in running], [*skipped, *not_run], compared)
 
 
 def _check(batches: Sequence[int], seconds: float) -> None:
@@ -164,19 +168,19 @@ def _merged(skipped: list[Skipped]) -> list[Skipped]:
 
 
 def _start_all(
-    opened: list[Engine], exact: Engine, model: ViT, batches: Sequence[int], seconds: float
-) -> tuple[list[_Running], list[Skipped]]:
+    opened: list[Engine], exact: Engine, model: ViT, batches: Sequence[int], seconds: float, compare: Compare
+) -> tuple[list[_Running], list[Skipped], str]:
     """Warm up every cell with two calls; skip those that would take too long, or whose output is not finite.
 
     A batch is created only when needed, since one that is too slow may also be too large for memory.
     """
     few = _images(model, 4)
-    expected = exact(few).softmax(dim=-1)
+    expected = exact(few)
     batch_of: dict[int, Tensor] = {}
     running: list[_Running] = []
     not_run: list[Skipped] = []
     for engine in opened:
-        change = float((engine(few).softmax(dim=-1) - expected).abs().max())
+        change = compare(expected, engine(few)).change
         if math.isnan(change):
             not_run.append(Skipped(engine.kind, engine.precision, None, "its output is not finite"))
             continue
@@ -192,7 +196,7 @@ def _start_all(
             # The first call of a size may compile or capture a CUDA graph, so its time does not count.
             per_image = min(_timed(engine, pixels) for _ in range(2)) / batch
             running.append(_Running(engine, pixels, change))
-    return running, not_run
+    return running, not_run, compare(expected, expected).values
 
 
 def _duration(seconds: float) -> str:

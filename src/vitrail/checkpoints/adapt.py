@@ -5,7 +5,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.bundle import CLASSIFICATION, Bundle
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.models.position import Method, check_method
 
@@ -40,6 +40,8 @@ def adapt(
 
 
 def _change_classes(bundle: Bundle, classes: int | tuple[str, ...]) -> list[str]:
+    if bundle.task != CLASSIFICATION:
+        raise ConfigError(f"the model's task is {bundle.task}, so its outputs are not classes; leave classes out")
     if isinstance(classes, str) or (not isinstance(classes, int) and not all(isinstance(n, str) for n in classes)):
         raise ConfigError(f"classes is {classes!r}; pass their number, or a tuple of names")
     old, names = bundle.model.config.classes, None if isinstance(classes, int) else tuple(classes)

@@ -32,6 +32,9 @@ WEIGHTS_DIGEST = "weights_sha256"
 """The key in config.json for the digest of the weights, as printed by `sha256sum model.safetensors`."""
 CLASSIFICATION = "classification"
 """The task of a model whose file does not name one: other libraries' checkpoints are classifiers."""
+TAGS = {CLASSIFICATION: ("image-classification",)}
+"""The tags of a task on the Hugging Face Hub, for the model card; a task without a row has none of its own.
+`tasks` cannot have this table, because it is a higher layer."""
 METRICS = "metrics"
 """The key in the provenance for the model's metrics, as shown in the model card."""
 
@@ -130,7 +133,7 @@ class Bundle:
         lines = [
             "---",
             "library_name: vitrail",
-            "tags: [image-classification, vision-transformer]",
+            f"tags: [{', '.join([*TAGS.get(self.task, ()), 'vision-transformer'])}]",
             "---",
             "",
             "# Vision Transformer" if config.depth else "# ResNet",
@@ -144,7 +147,8 @@ class Bundle:
             'bundle = vitrail.load("path/to/this/folder")',
             "```",
             "",
-            f"- Classes: {_names(self.classes, config.classes)}",
+            *([] if self.task == CLASSIFICATION else [f"- Task: {self.task}"]),
+            f"- {'Classes' if self.task == CLASSIFICATION else 'Outputs'}: {_names(self.classes, config.classes)}",
             f"- Preprocessing: {self.preprocess.resize} to {height}×{width}, {self.preprocess.interpolation}, mean "
             f"{list(self.preprocess.mean)}, std {list(self.preprocess.std)}",
             *(f"- {key}: {value}" for key, value in self.provenance.items() if key != METRICS),

@@ -11,7 +11,7 @@ import torch
 
 from vitrail.checkpoints import timm_config
 from vitrail.checkpoints.adapt import adapt
-from vitrail.checkpoints.bundle import CONFIG, WEIGHTS, Bundle
+from vitrail.checkpoints.bundle import CLASSIFICATION, CONFIG, WEIGHTS, Bundle
 from vitrail.checkpoints.config_files import (
     dinov2_config,
     preprocessor_differences,
@@ -153,7 +153,7 @@ def convert(
                 f"the logits of the converted {to} model differ by {change:.1e} of the largest one, so it was deleted; "
                 f"this is a bug in vitrail, please report it"
             )
-        notes = [] if plan.folder else _not_in_file(near, temporary, own=to == "own")
+        notes = _lost_task(bundle, to) + ([] if plan.folder else _not_in_file(near, temporary, own=to == "own"))
     parameters = sum(p.numel() for p in bundle.model.parameters())
     opened.announce()
     about = tuple(opened.provenance.get("notes", ()))
@@ -258,6 +258,13 @@ def _compare(bundle: Bundle, near: Bundle, written: Path, plan: _Plan, keys: str
 def _outputs(model: ViT, images: torch.Tensor) -> torch.Tensor:
     """Return logits and features as one vector; the logits of a new head may all be zero and prove nothing."""
     return torch.cat([model(images).flatten(), model.features(images).pooled.flatten()]).float()
+
+
+def _lost_task(bundle: Bundle, to: Target) -> list[str]:
+    """Return a note if the target does not record the task; a headless model has none."""
+    if to == "bundle" or bundle.task == CLASSIFICATION or not bundle.model.config.classes:
+        return []
+    return [f"{to} does not record the task, {bundle.task}: it opens the model as a classifier"]
 
 
 def _not_in_file(bundle: Bundle, written: Path, *, own: bool) -> list[str]:

@@ -66,17 +66,19 @@ def _print_bench(result: "Benchmark") -> None:
     echo(f"{result.device}, {threads}, torch {result.torch}")
     if result.cells:
         echo("")
+        within = f"{result.compared} within"
         plain = {cell.batch: cell for cell in result.cells if (cell.engine, cell.precision) == ("torch", "float32")}
         print_table(
-            ("batch", "engine", "precision", "images/s", "median, ms", "p95, ms", "speed", "probabilities within"),
+            ("batch", "engine", "precision", "images/s", "median, ms", "p95, ms", "speed", within),
             [_row(cell, plain.get(cell.batch)) for cell in sorted(result.cells, key=lambda cell: cell.batch)],
-            numbers=("batch", "images/s", "median, ms", "p95, ms", "speed", "probabilities within"),
+            numbers=("batch", "images/s", "median, ms", "p95, ms", "speed", within),
         )
         best = max(result.cells, key=lambda cell: cell.images_per_second)
         quick = min(result.cells, key=lambda cell: (cell.batch, cell.median))
         echo(
             f"\nMost images/s: {best.engine} in {best.precision}, batch {best.batch}. Lowest latency at batch "
-            f"{quick.batch}: {quick.engine} in {quick.precision}. Speed and probabilities: relative to torch float32."
+            f"{quick.batch}: {quick.engine} in {quick.precision}. Speed and {result.compared}: relative to torch "
+            "float32."
         )
     if result.skipped:
         echo("\nNot measured", bold=True)

@@ -91,8 +91,9 @@ def explain(
     for text in done.skipped:
         echo(f"vitrail: {text}", err=True)
     rows = [_row(file, targeted=done.targeted) for file in done.files[:LISTED]]
-    titles = ("image", "class", "confidence", "written") if done.targeted else ("image", "written")
-    print_table(titles, rows, numbers=("confidence",))
+    about = ("output", "value") if any(file.value for file in done.files) else ("class", "confidence")
+    titles = ("image", *about, "written") if done.targeted else ("image", "written")
+    print_table(titles, rows, numbers=about[1:])
     if len(done.files) > LISTED:
         echo(f"… and {len(done.files) - LISTED:,} more in {out}")
     for text in done.bad[:LISTED]:
@@ -104,5 +105,5 @@ def explain(
 def _row(file: "ExplainedFile", *, targeted: bool) -> tuple[str, ...]:
     if not targeted:
         return shorten(file.name), str(file.image)
-    probability = "" if file.probability is None else f"{percent(file.probability)}%"
+    probability = file.value or ("" if file.probability is None else f"{percent(file.probability)}%")
     return shorten(file.name), "" if file.target is None else str(file.target), probability, str(file.image)

@@ -57,11 +57,16 @@ def export(
     for file in done.files:
         echo(f"{file}: {file.stat().st_size / 1e6:.2f} MB")
     echo(f"input {inputs['name']}: {shape}, {inputs['type']}; output: {done.metadata['output']}")
-    check = done.check
+    check, agreement = done.check, done.check.agreement
+    same = (
+        f", {agreement.values} by {agreement.change:.1e}; the {agreement.prediction} is the same for "
+        f"{check.images - agreement.changed} of {check.images}"
+        if agreement.prediction
+        else ""
+    )
     echo(
-        f"checked on {check.images} random images: {done.metadata['output']} differ by at most {check.logits:.1e} "
-        f"({check.relative:.1e} of the largest), probabilities by {check.probabilities:.1e}; the top-1 class is the "
-        f"same for {check.same_top1} of {check.images}"
+        f"checked on {check.images} random images: {done.metadata['output']} differ by at most {check.difference:.1e} "
+        f"({check.relative:.1e} of the largest){same}"
     )
     if not check.varied:
         echo("note: the model gives the same output for every image, so the check proves little; is its head trained?")

@@ -152,7 +152,7 @@ def _print_sweep(done: "Sweep", keys: list[str]) -> None:
 
     headline, by = done.task.headline, done.task.criteria[done.criterion]
     shown = [headline, *([by] if by.key not in (headline.key, "val_loss") else [])]
-    numbers = (*(f"val {one.title}" for one in shown), "val loss", "best step", "minutes")
+    numbers = (*(f"val {one.name}" for one in shown), "val loss", "best step", "minutes")
     rows = []
     for candidate in done.candidates:
         outcome = candidate.outcome
@@ -167,7 +167,7 @@ def _print_sweep(done: "Sweep", keys: list[str]) -> None:
     for spread in done.seeds:
         which = "".join(f"{key}={format_value(value)}, " for key, value in spread.values.items())
         echo(
-            f"{which}{spread.runs} seeds: mean validation {headline.title} {headline.show(spread.mean)}, range "
+            f"{which}{spread.runs} seeds: mean validation {headline.name} {headline.show(spread.mean)}, range "
             f"{headline.show(spread.low)} to {headline.show(spread.high)}"
         )
     if done.seeds:

@@ -21,6 +21,8 @@ from vitrail.explanations.relevance import explained_token
 from vitrail.explanations.request import ExplanationRequest, Method, explain_pixels
 from vitrail.models.checks import as_int
 from vitrail.runtime import choose_device, eval_mode
+from vitrail.tasks.lookup import task_of_head
+from vitrail.tasks.task import Explained, Task
 
 Each = Literal["heads", "layers"]
 
@@ -98,13 +100,34 @@ class Tile(NamedTuple):
     explanation: Explanation
 
 
-class _Classes(NamedTuple):
-    """The class to explain and the predicted class, by index, with their probabilities."""
+class Subject(NamedTuple):
+    """What a map is about."""
 
-    target: int | None
-    probability: float | None
-    predicted: int | None
-    confidence: float | None
+    target: Explained | None
+    """The output that the map explains; None if the method has none."""
+    predicted: Explained | None
+    """The model's prediction; None if it makes none for a whole image."""
+
+    @property
+    def output(self) -> int | None:
+        """The index of the output to explain."""
+        return None if self.target is None else self.target.index
+
+
+@torch.no_grad()
+def subject_of(
+    bundle: Bundle, task: Task | None, pixels: Tensor, request: ExplanationRequest, target: int | None
+) -> Subject:
+    """Return what a map of one image (1, C, H, W) is about: the output `target`, by default the model's prediction."""
+    config = bundle.model.config
+    if task is None or (config.pool == "none" and not request.targeted):
+        return Subject(None, None)  # no prediction for the whole image
+    outputs = bundle.model(pixels)[0]
+    outputs = outputs[explained_token(config, request.query)] if config.pool == "none" else outputs
+    predicted = task.explained(outputs, bundle.classes, None)
+    if not request.targeted:
+        return Subject(None, predicted)
+    return Subject(predicted if target is None else task.explained(outputs, bundle.classes, target), predicted)
 
 
 class Explainer:
@@ -122,7 +145,8 @@ class Explainer:
         opened = ready_bundle(bundle)
         request.check(opened.model.config, target=target)
         self.bundle, self.request, self.channels = opened, request, opened.preprocess.channels
-        self.target = None if target is None else read_class(target, opened)
+        self.task = task_of_head(opened)
+        self.target = None if target is None else read_output(target, opened, self.task)
         self.model = opened.model.to(self.device)
         opened.announce()
 
@@ -130,16 +154,16 @@ class Explainer:
         """Explain one image; `name` is for messages."""
         shown, pixels = self._load(item, name)
         with eval_mode(self.model):
-            classes = self._classes(pixels)
-            map = explain_pixels(self.model, pixels, self.request, classes.target)[0]
-        return self._explanation(map, shown, classes)
+            subject = self._subject(pixels)
+            map = explain_pixels(self.model, pixels, self.request, subject.output)[0]
+        return self._explanation(map, shown, subject)
 
     def grid(self, item: Item, each: Each, name: str = "the image") -> list[Tile]:
         """Explain one image for every head of a layer, or for every layer."""
         check_grid(self.request, each)
         shown, pixels = self._load(item, name)
         with eval_mode(self.model):
-            classes = self._classes(pixels)
+            subject = self._subject(pixels)
             if each == "heads":
                 maps = list(attention_maps(self.model, pixels, self.request.layer, self.request.query)[0])
             elif self.request.method == "attention":
@@ -147,9 +171,9 @@ class Explainer:
                 maps = [choose_head(of_layer, self.request.head)[0] for of_layer in every]
             else:
                 layers = [replace(self.request, layer=layer) for layer in range(self.model.config.depth)]
-                maps = [explain_pixels(self.model, pixels, request, classes.target)[0] for request in layers]
+                maps = [explain_pixels(self.model, pixels, request, subject.output)[0] for request in layers]
         unit = each.removesuffix("s")
-        return [Tile(f"{unit} {i}", self._explanation(map, shown, classes)) for i, map in enumerate(maps)]
+        return [Tile(f"{unit} {i}", self._explanation(map, shown, subject)) for i, map in enumerate(maps)]
 
     def _load(self, item: Item, name: str) -> tuple[Image.Image, Tensor]:
         """Read an image; return the crop the model sees, for display, and its normalised pixels."""
@@ -160,29 +184,25 @@ class Explainer:
         pixels = torch.from_numpy(np.array(crop)).permute(2, 0, 1)[None].to(self.device)
         return as_image(crop), self.bundle.preprocess.normalise(pixels)
 
-    @torch.no_grad()
-    def _classes(self, pixels: Tensor) -> "_Classes":
-        """Return the class to explain and the predicted class, each with its probability."""
-        config = self.model.config
-        if not config.classes or (config.pool == "none" and not self.request.targeted):
-            return _Classes(None, None, None, None)  # no prediction for the whole image
-        logits = self.model(pixels)[0]
-        logits = logits[explained_token(config, self.request.query)] if config.pool == "none" else logits
-        probabilities, best = logits.softmax(dim=0), int(logits.argmax())
-        if not self.request.targeted:
-            return _Classes(None, None, best, float(probabilities[best]))
-        target = best if self.target is None else self.target
-        return _Classes(target, float(probabilities[target]), best, float(probabilities[best]))
+    def _subject(self, pixels: Tensor) -> Subject:
+        return subject_of(self.bundle, self.task, pixels, self.request, self.target)
 
-    def _explanation(self, map: Tensor, shown: Image.Image, classes: "_Classes") -> Explanation:
+    def _explanation(self, map: Tensor, shown: Image.Image, subject: Subject) -> Explanation:
         if not bool(map.isfinite().all()):
             raise Diverged("the map is not finite; the model's weights are corrupt")
-        target, predicted = (
-            number if self.bundle.classes is None or number is None else self.bundle.classes[number]
-            for number in (classes.target, classes.predicted)
+        values = map.float().cpu().numpy()
+        target, probability, value = _shown(subject.target)
+        predicted, confidence, predicted_value = _shown(subject.predicted)
+        return Explanation(
+            values, shown, self.request.method, target, probability, predicted, confidence, value, predicted_value
         )
-        values, method = map.float().cpu().numpy(), self.request.method
-        return Explanation(values, shown, method, target, classes.probability, predicted, classes.confidence)
+
+
+def _shown(output: Explained | None) -> tuple[str | int | None, float | None, str | None]:
+    """Return the name of an output, and its probability, or else its value as text."""
+    if output is None:
+        return None, None, None
+    return (output.name, output.value, None) if output.is_probability else (output.name, None, output.text)
 
 
 def check_grid(request: ExplanationRequest, each: str) -> None:
@@ -201,17 +221,18 @@ def check_grid(request: ExplanationRequest, each: str) -> None:
         raise ConfigError(f"a grid of layers shows all layers; omit layer {request.layer}")
 
 
-def read_class(target: str | int, bundle: Bundle) -> int:
-    """Return the index of a class, given by name or index."""
+def read_output(target: str | int, bundle: Bundle, task: Task | None) -> int:
+    """Return the index of an output, such as a class, given by name or index."""
     names, outputs = bundle.classes, bundle.model.config.classes
+    one, several = Task.output_noun if task is None else task.output_noun
     if isinstance(target, str) and names is not None and target in names:
         return names.index(target)
     if isinstance(target, str) and not (target.isascii() and target.isdigit()):
-        near = suggest(target, names) if names is not None else "; its classes have no names, use an index"
-        raise InputError(f"this model has no class {target!r}{near or f'; it has {_listed(names or ())}'}")
+        near = suggest(target, names) if names is not None else f"; its {several} have no names, use an index"
+        raise InputError(f"this model has no {one} {target!r}{near or f'; it has {_listed(names or ())}'}")
     number = int(target) if isinstance(target, str) else as_int(target)
     if number is None or not 0 <= number < outputs:
-        raise InputError(f"class {target} does not exist: this model has classes 0 to {outputs - 1}")
+        raise InputError(f"{one} {target} does not exist: this model has {several} 0 to {outputs - 1}")
     return number
 
 

@@ -38,14 +38,22 @@ class Explanation:
     target: str | int | None = None
     """The explained class: its name, or its index if the bundle has no names; None for methods without a class."""
     probability: float | None = None
-    """Its probability, from 0 to 1."""
+    """Its probability, from 0 to 1; None if the model is not a classifier."""
     predicted: str | int | None = None
     """The predicted class; None if the model has no prediction for a whole image."""
     confidence: float | None = None
-    """The probability of the predicted class."""
+    """The probability of the predicted class; None if the model is not a classifier."""
+    value: str | None = None
+    """The value of the explained output as text, if the model is not a classifier."""
+    predicted_value: str | None = None
+    """The same of the predicted output."""
+
+    @property
+    def _target(self) -> str:
+        return f"{self.target}, {self.value or f'{percent(self.probability or 0)}%'}"
 
     def __repr__(self) -> str:
-        of = "" if self.target is None else f" of {self.target}, {percent(self.probability or 0)}%"
+        of = "" if self.target is None else f" of {self._target}"
         return f"Explanation({self.method}{of}: {self.map.shape[0]}×{self.map.shape[1]} patches)"
 
     def overlay(self, opacity: float = OPACITY, side: int | None = None) -> Image.Image:
@@ -61,18 +69,20 @@ class Explanation:
 
     @property
     def caption(self) -> str:
-        """The line above a saved image: the explained or predicted class and its probability."""
-        predicted = "" if self.predicted is None else f"predicted {self.predicted}, {percent(self.confidence or 0)}%"
+        """The line above a saved image: the explained or predicted output and its value."""
+        value = self.predicted_value or f"{percent(self.confidence or 0)}%"
+        predicted = "" if self.predicted is None else f"predicted {self.predicted}, {value}"
         if self.target is None:
             return f"{self.method}; {predicted}" if predicted else self.method
-        explained = f"{self.method} for {self.target}, {percent(self.probability or 0)}%"
+        explained = f"{self.method} for {self._target}"
         return f"{explained}; {predicted}" if predicted and self.predicted != self.target else explained
 
     @property
     def notes(self) -> dict[str, str]:
         """The same as key-value pairs, stored as PNG text chunks."""
         notes = {"method": self.method, "target": self.target, "target_probability": self.probability}
-        notes |= {"class": self.predicted, "probability": self.confidence}
+        notes |= {"class" if self.predicted_value is None else "output": self.predicted, "probability": self.confidence}
+        notes |= {"target_value": self.value, "value": self.predicted_value}
         return {key: str(value) for key, value in notes.items() if value is not None}
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:

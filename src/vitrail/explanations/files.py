@@ -29,6 +29,8 @@ class ExplainedFile(NamedTuple):
     """The map over the image."""
     array: Path | None
     """The map itself, if arrays were requested."""
+    value: str | None = None
+    """The value of the explained output as text, if the model is not a classifier."""
 
 
 class ExplainedFiles(NamedTuple):
@@ -73,7 +75,7 @@ def write_explanations(
         except DataError as error:
             bad.append(error)
             continue
-        rows.append(ExplainedFile(name, explanation.target, explanation.probability, *outputs))
+        rows.append(ExplainedFile(name, explanation.target, explanation.probability, *outputs, explanation.value))
     if not rows:
         raise bad[0]
     return ExplainedFiles(tuple(rows), explainer.request.targeted, tuple(map(str, bad)))

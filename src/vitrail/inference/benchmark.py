@@ -13,6 +13,7 @@ from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import ready_bundle
 from vitrail.errors import ConfigError, suggest
 from vitrail.runtime import OnPlan, OnProgress, Precision, choose_device, on_stage
+from vitrail.tasks.lookup import compare_for
 
 Word = TypeVar("Word", bound=str)
 
@@ -31,6 +32,8 @@ class Benchmark(NamedTuple):
     cells: list[Cell]
     skipped: list[Skipped]
     """What was not measured, and why."""
+    compared: str = "probabilities"
+    """What the changes in `cells` are of: probabilities, or outputs relative to the largest one."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the results as JSON-compatible values."""
@@ -76,6 +79,7 @@ def bench(
         precisions=chosen,
         batches=BATCHES if batches is None else batches,
         seconds=seconds,
+        compare=compare_for(opened),
         on_progress=on_stage(on_progress, "measuring"),
     )
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else str(place)

@@ -48,7 +48,7 @@ from vitrail.inference.listing import is_plain_file, list_items, nothing_listed,
 from vitrail.inference.skipped import SkippedFiles
 from vitrail.inference.writing import Format, PredictionRow, Sink, TerminalWriter, choose_format
 from vitrail.runtime import OnPlan, Precision, choose_device
-from vitrail.tasks.lookup import task_of
+from vitrail.tasks.lookup import compare_for, task_of
 from vitrail.text import printable_path
 
 SAMPLE = 64
@@ -282,5 +282,5 @@ def resolve_precision(
     def engine_for(tried: Precision) -> Engine:
         return open_engine(bundle.model, bundle.preprocess, kind=kind, precision=tried, device=device)
 
-    engine, why = choose_precision(engine_for, Decoding(bundle.preprocess)[first].pixels, device)
+    engine, why = choose_precision(engine_for, Decoding(bundle.preprocess)[first].pixels, device, compare_for(bundle))
     return engine, chain(first, items), why

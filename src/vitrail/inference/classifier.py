@@ -101,7 +101,7 @@ class Predictor(Generic[P]):
         if not len(pixels):
             return []
         logits = self.engine(pixels)
-        wrong = ~logits.isfinite().all(dim=1)
+        wrong = ~logits.flatten(1).isfinite().all(dim=1)
         if wrong.any():
             help = "the weights are corrupt" if self.engine.precision == "float32" else "use float32"
             raise Diverged(f"the logits for {name(int(wrong.int().argmax()))} are not finite; {help}")

@@ -45,18 +45,13 @@ HIGH = 0.8
 """Predictions with at least this confidence count as confident."""
 
 
-def classified(run: Record) -> ClassificationMetrics | None:
-    """Return the result of a classifier; None if there is none."""
-    return run.result if isinstance(run.result, ClassificationMetrics) else None
-
-
 # ── classes ──
 
 
 def classes(run: Record) -> Section:
     """Return the per-class section: lowest and highest recall, and a table of all classes."""
     title = "Per-class metrics"
-    result = classified(run)
+    result = run.classified
     if result is None:
         return Section("classes", "Classes", title, absent(run.why_no_result))
     shown = result.weakest_first
@@ -143,7 +138,7 @@ def _most_confused_with(result: ClassificationMetrics, matrix: NDArray[np.int64]
 def confusion(run: Record) -> Section:
     """Return the confusion matrix and the most frequent confusions."""
     title = "Confusion matrix"
-    result = classified(run)
+    result = run.classified
     if result is None:
         return Section("confusion", "Confusions", title, absent(run.why_no_result))
     matrix = result.confusion
@@ -196,7 +191,7 @@ def _pairs(result: ClassificationMetrics, matrix: NDArray[np.int64]) -> str:
 def calibration(run: Record) -> Section:
     """Return the reliability diagram with a summary."""
     title = "Calibration"
-    result = classified(run)
+    result = run.classified
     if result is None:
         return Section("calibration", "Calibration", title, absent(run.why_no_result))
     bins = [Bin(row.low, row.high, row.images, row.confidence, row.accuracy) for row in result.reliability]
@@ -239,7 +234,7 @@ class ImageViews(NamedTuple):
 
 def mistakes(artifacts: RunArtifacts) -> Section:
     """Return the most confident mistakes with their images."""
-    result = classified(artifacts.run)
+    result = artifacts.run.classified
     if result is None:
         return Section("mistakes", "Mistakes", "Mistakes", absent(artifacts.run.why_no_result))
     if not result.worst:

@@ -1,10 +1,9 @@
 """The comparison of two runs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from vitrail.charts.svg import escape
 from vitrail.metrics.intervals import Paired
-from vitrail.reports.classes import classified
 from vitrail.reports.curves import curves_of_two
 from vitrail.reports.model import command
 from vitrail.reports.page import (
@@ -21,10 +20,8 @@ from vitrail.reports.page import (
 )
 from vitrail.reports.run_artifacts import PairedPredictions, disagreements, evaluated_on_same_images, paired_predictions
 from vitrail.reports.run_record import Record, settings
-from vitrail.tasks.classification_metrics import ClassificationMetrics
-from vitrail.tasks.lookup import CLASSIFICATION
 from vitrail.tasks.metrics import Metric, Metrics
-from vitrail.text import as_percent, capitalised, plural, shorten
+from vitrail.text import as_percent, capitalised, number, plural, shorten
 
 SIGNIFICANCE = 0.05
 """A difference with a p-value below this is called significant."""
@@ -33,39 +30,64 @@ SIGNIFICANCE = 0.05
 def compare(one: Record, other: Record, unreadable: Sequence[str] = ()) -> str:
     """Return a page that compares two runs; `unreadable` lists their files that could not be read."""
     names = (f"A: {shorten(one.name, 28)}", f"B: {shorten(other.name, 28)}")
+    if one.task is not other.task:
+        head, sections = _different_tasks(one, other, names)
+        return page(title=f"{one.name} and {other.name}", head=head + warnings(unreadable), sections=sections)
     both, why_not = paired_predictions(one, other)
     alike = both is not None or evaluated_on_same_images(one, other)
-    classifiers = one.task is CLASSIFICATION and other.task is CLASSIFICATION
-    sections = [
-        _numbers(one, other, names, alike=alike),
-        *([_pairs(one, both, why_not)] if classifiers else []),
-        _settings(one, other, names),
-        curves_of_two(one, other, names),
-        *([_classes(one, other, alike=alike)] if classifiers else []),
-        _reproduce(one, other, names),
-    ]
+    made: dict[str, Callable[[], Section]] = {
+        "pairs": lambda: _pairs(one, both, why_not),
+        "settings": lambda: _settings(one, other, names),
+        "curves": lambda: curves_of_two(one, other, names),
+        "classes": lambda: _classes(one, other, alike=alike),
+        "reproduce": lambda: _reproduce(one, other, names),
+    }
+    sections = [_numbers(one, other, names, alike=alike), *(made[name]() for name in one.task.compared_sections)]
     head = _head(one, other, both, alike=alike) + warnings(unreadable)
     return page(title=f"{one.name} and {other.name}", head=head, sections=sections)
 
 
+def _different_tasks(one: Record, other: Record, names: tuple[str, str]) -> tuple[str, list[Section]]:
+    """Return the head and the sections for runs of two tasks, which have no metric to compare them by."""
+    title = f"Different tasks: A is {one.task.name}, B is {other.task.name}"
+    lead = "Models of different tasks have different metrics, so neither run is the better one."
+    columns = [Column("Run"), Column("Metric"), Column("Value", number=True)]
+    rows = [
+        [Cell(escape(of)), Cell(capitalised(metric.name)), _value(metric)]
+        for of, run in zip(names, (one, other), strict=True)
+        for metric in ([] if run.result is None else run.result.numbers)
+    ]
+    missing = "".join(absent(f"{run.name}: {run.why_no_result}") for run in (one, other) if run.result is None)
+    metrics = missing + (table(columns, rows, caption="Metrics", sortable=False) if rows else "")
+    sections = [
+        Section("result", "Metrics", "Metrics", metrics),
+        _settings(one, other, names),
+        _reproduce(one, other, names),
+    ]
+    return _titled(one, other, title, lead), sections
+
+
 def _head(one: Record, other: Record, both: PairedPredictions | None, *, alike: bool) -> str:
-    who = f"A is <strong>{name(one.name)}</strong>, B is <strong>{name(other.name)}</strong>"
-    above = f'<p class="over-title">{who}</p>'
     a, b = one.result, other.result
     if a is None or b is None:
         why = " ".join(f"{run.name}: {run.why_no_result}" for run in (one, other) if run.result is None)
-        return f'{above}<h1>The runs do not both have a result yet</h1><p class="lead">{escape(why)}</p>'
+        return _titled(one, other, "The runs do not both have a result yet", why)
     values = f"{a.headline.text} vs. {b.headline.text}"
     if not alike:
         title = f"Different test images: A {a.headline.text}, B {b.headline.text}"
-        lead = _different(a, b)
+        lead = _different(one, other)
     elif both is not None:
         title = f"{_which(both.paired)}: {values}"
         lead = _statement(both.paired)
     else:
         better, lead = _by_intervals(a.headline, b.headline)
         title = f"{better}: {values}"
-    return f'{above}<h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p>'
+    return _titled(one, other, title, lead)
+
+
+def _titled(one: Record, other: Record, title: str, lead: str) -> str:
+    who = f"A is <strong>{name(one.name)}</strong>, B is <strong>{name(other.name)}</strong>"
+    return f'<p class="over-title">{who}</p><h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p>'
 
 
 def _by_intervals(a: Metric, b: Metric) -> tuple[str, str]:
@@ -74,23 +96,24 @@ def _by_intervals(a: Metric, b: Metric) -> tuple[str, str]:
         return "No clear difference", f"The {a.name} has no confidence interval."
     if a.interval[1] >= b.interval[0] and b.interval[1] >= a.interval[0]:
         return "No clear difference", "Their 95% confidence intervals overlap."
-    better = "B" if (b.value > a.value) != a.lower_is_better else "A"
+    better = "B" if (b.value > a.value) != a.spec.lower_is_better else "A"
     return f"{better} is better", "Their 95% confidence intervals do not overlap."
 
 
-def _different(a: Metrics, b: Metrics) -> str:
+def _different(one: Record, other: Record) -> str:
     """Explain that two results cannot be compared, and how to make them comparable."""
-    on_a, on_b = (f"{plural(result.images, 'image')}{_of_classes(result)}" for result in (a, b))
+    on_a, on_b = map(_images, (one, other))
     return (
         f"A was evaluated on {on_a} and B on {on_b}, and these are not the same images, so the numbers do not show "
         "which model is better. Evaluate both on the same images (vitrail eval) to compare them."
     )
 
 
-def _of_classes(result: Metrics) -> str:
-    if not isinstance(result, ClassificationMetrics):
-        return ""
-    return f" of {plural(len(result.classes), 'class', 'classes')}"
+def _images(run: Record) -> str:
+    images = plural(0 if run.result is None else run.result.images, "image")
+    if run.classified is None:
+        return images
+    return f"{images} of {plural(len(run.classified.classes), 'class', 'classes')}"
 
 
 def _which(result: Paired) -> str:
@@ -116,7 +139,7 @@ def _numbers(one: Record, other: Record, names: tuple[str, str], *, alike: bool)
         return Section("result", "Metrics", title, absent("A run without a result has no numbers to compare."))
     columns = [Column(""), *(Column(name, number=True) for name in names)]
     rows = [_number_row(*pair) for pair in _rows(a, b)]
-    notes = "" if alike else paragraph(_different(a, b), "warn")
+    notes = "" if alike else paragraph(_different(one, other), "warn")
     if alike:
         columns.append(Column("B − A", number=True))
     else:
@@ -133,15 +156,20 @@ def _rows(a: Metrics, b: Metrics) -> list[tuple[Metric, Metric]]:
 def _number_row(first: Metric, second: Metric) -> list[Cell]:
     difference = Cell("–")
     if first.value is not None and second.value is not None:
-        apart = second.value - first.value
-        sign = "" if abs(apart) < 5e-4 else "up" if (apart < 0) == first.lower_is_better else "down"
-        shown = points(apart) if first.unit == "percent" else f"{apart:+.3f}".replace("-", "\N{MINUS SIGN}")
+        spec, apart = first.spec, second.value - first.value
+        equal = abs(apart) < 5e-4 if spec.unit == "percent" else first.text == second.text
+        sign = "" if equal else "up" if (apart < 0) == spec.lower_is_better else "down"
+        shown = points(apart) if spec.unit == "percent" else _signed(apart, max(abs(first.value), abs(second.value)))
         difference = Cell(f'<span class="{sign}">{shown}</span>' if sign else shown)
     return [Cell(capitalised(first.name)), _value(first), _value(second), difference]
 
 
+def _signed(difference: float, scale: float) -> str:
+    return f"{'' if difference < 0 else '+'}{number(difference, scale)}".replace("-", "\N{MINUS SIGN}")
+
+
 def _value(metric: Metric) -> Cell:
-    unit = "%" if metric.unit == "percent" else ""
+    unit = "%" if metric.spec.unit == "percent" else ""
     interval = f'<br><span class="quiet small">{metric.span}{unit}</span>' if metric.span else ""
     return Cell(f"{metric.text}{interval}")
 
@@ -199,7 +227,7 @@ def _setting(settings: dict[str, object], name: str) -> Cell:
 
 def _classes(one: Record, other: Record, *, alike: bool) -> Section:
     title = "Classes that changed most"
-    a, b = classified(one), classified(other)
+    a, b = one.classified, other.classified
     if not alike:
         return Section("classes", "Classes", title, absent("Classes are compared only on the same images."))
     if a is None or b is None:

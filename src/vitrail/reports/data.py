@@ -7,7 +7,6 @@ from vitrail.charts.svg import escape
 from vitrail.io import ContentError, read_json
 from vitrail.reports.page import WIDTH, Cell, Column, Section, absent, chart, embedded_image, name, paragraph, table
 from vitrail.reports.run_record import Check, Record
-from vitrail.tasks.classification_metrics import ClassificationMetrics
 from vitrail.text import plural
 from vitrail.training.samples import INDEX, SAMPLES, Sample, read_samples
 
@@ -62,7 +61,7 @@ def _samples(run: Record) -> str:
     )
     count = sum(map(len, by_class.values()))
     text = f"{plural(count, 'training image')}, reduced in size."
-    classes = len(run.result.classes) if isinstance(run.result, ClassificationMetrics) else len(by_class)
+    classes = len(by_class) if run.check is None else len(_class_names(run.check))
     if classes > len(by_class):
         text += f" They show {len(by_class):,} of {classes:,} classes."
     return f'<h3>Example images</h3>{paragraph(text, "quiet small")}<ul class="classes">{rows}</ul>'
@@ -100,9 +99,13 @@ def _details(details: list[str]) -> str:
     return f' <span class="quiet small">({escape(", ".join(details[:DETAILS]))}{more})</span>'
 
 
+def _class_names(check: Check) -> list[str]:
+    return list(dict.fromkeys(one for counts in check.counts.values() for one in counts))
+
+
 def _counts(check: Check) -> str:
     splits = list(check.counts)
-    names = list(dict.fromkeys(one for counts in check.counts.values() for one in counts))
+    names = _class_names(check)
     total = [Cell("all"), *(Cell(f"{sum(check.counts[split].values()):,}") for split in splits)]
     rows = [
         [

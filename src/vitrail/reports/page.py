@@ -171,6 +171,11 @@ def name(text: str) -> str:
     return f"<bdi>{escape(text)}</bdi>"
 
 
+def sentences(text: str) -> str:
+    """Return sentences as HTML; names in them are marked by `vitrail.text.isolated`."""
+    return escape(text).replace("\u2068", "<bdi>").replace("\u2069", "</bdi>")
+
+
 def path(text: str) -> str:
     """Return a path as HTML, with its components in order even if some are right-to-left."""
     return "/".join(map(name, text.split("/")))

@@ -13,7 +13,7 @@ from vitrail.reports.data import data, unreadable_samples
 from vitrail.reports.internals import inside
 from vitrail.reports.model import model_summary, reproduce
 from vitrail.reports.page import GENERATOR, Section, page, warnings
-from vitrail.reports.result import head, result
+from vitrail.reports.result import head, result, tables
 from vitrail.reports.run_artifacts import RunArtifacts, open_artifacts, unreadable_predictions
 from vitrail.reports.run_record import Record, read_run
 from vitrail.text import shorten
@@ -21,6 +21,7 @@ from vitrail.training.run_folder import write_text
 
 REPORT = "report.html"
 SECTIONS: dict[str, Callable[[RunArtifacts], Section]] = {
+    "tables": lambda artifacts: tables(artifacts.run),
     "mistakes": mistakes,
     "classes": lambda artifacts: classes(artifacts.run),
     "confusion": lambda artifacts: confusion(artifacts.run),

@@ -1,11 +1,10 @@
-"""The result: the headline of a report and its metrics."""
+"""The result: the headline of a report, its metrics and its tables."""
 
 from vitrail.charts.svg import escape
-from vitrail.reports.page import Section, absent, name, paragraph
+from vitrail.reports.page import Cell, Column, Section, absent, name, paragraph, sentences, table
 from vitrail.reports.run_record import Record
-from vitrail.tasks.classification_metrics import ClassificationMetrics
 from vitrail.tasks.metrics import Metric, Metrics
-from vitrail.text import as_percent, capitalised, plural
+from vitrail.text import capitalised, plural
 from vitrail.training.run_folder import best_row
 
 WIDE = 0.06
@@ -29,7 +28,7 @@ def result(run: Record) -> Section:
     cards = "".join(
         f'<div><dt>{escape(capitalised(one.name))}</dt><dd><div class="value">{escape(one.text)}</div>'
         f'<div class="span">{escape(one.interval_text)}</div>'
-        f'<div class="says">{escape(one.explanation)}</div></dd></div>'
+        f'<div class="says">{escape(one.spec.explanation)}</div></dd></div>'
         for one in run.result.numbers
     )
     bad = run.result.bad
@@ -37,57 +36,56 @@ def result(run: Record) -> Section:
     return Section("result", "Result", "Result", f'<dl class="numbers">{cards}</dl>{skipped}')
 
 
+def tables(run: Record) -> Section:
+    """Return the section with the tables of the result."""
+    if run.result is None:
+        return Section("tables", "Tables", "Tables", absent(run.why_no_result))
+    body = "".join(
+        table(
+            [Column(title, number=title in one.numbers) for title in one.header],
+            [[Cell(name(cell)) for cell in row] for row in one.rows],
+            caption=one.title,
+            sortable=False,
+        )
+        + (paragraph(one.note, "quiet small") if one.note else "")
+        for one in run.result.tables
+    )
+    return Section("tables", "Tables", "Tables", body or absent("The result has no tables."))
+
+
 def _lead(result: Metrics) -> str:
-    sentences = []
-    if result.headline.interval is not None:
-        low, high = (result.headline._replace(value=end).text for end in result.headline.interval)
+    interval = []
+    if result.headline.ends is not None:
+        low, high = result.headline.ends
         ends = f"<strong>{escape(low)}</strong> to <strong>{escape(high)}</strong>"
-        sentences.append(f"The 95% confidence interval is {ends}.")
-    if isinstance(result, ClassificationMetrics):
-        sentences += _about_classes(result)
-    return " ".join(sentence for sentence in sentences if sentence)
-
-
-def _about_classes(result: ClassificationMetrics) -> list[str]:
-    base = result.baselines
-    sentences = [
-        f"Always predicting {name(result.classes[base.majority_class])} gives {as_percent(base.majority)}, chance "
-        f"{as_percent(base.chance)}."
-    ]
-    if result.weakest is None:
-        return [*sentences, "Every prediction is correct."]
-    weakest = f"<strong>{name(result.weakest.name)}</strong>"
-    sentences.append(f"The weakest class is {weakest}, with a recall of {as_percent(result.weakest.recall)}.")
-    for worst in result.most_confused(1):
-        if worst.images > 1:
-            true, predicted = (name(result.classes[place]) for place in (worst.true, worst.predicted))
-            times = plural(worst.images, "time")
-            sentences.append(f"The most frequent confusion is {true} predicted as {predicted} ({times}).")
-    return sentences
+        interval = [f"The 95% confidence interval is {ends}."]
+    return " ".join([*interval, *map(sentences, result.lead)])
 
 
 def _warnings(run: Record, result: Metrics) -> str:
-    sentences = [f"{text[:1].upper()}{text[1:]}." for text in result.warnings]
+    notes = [f"{text[:1].upper()}{text[1:]}." for text in result.warnings]
     if result.on_training:
-        sentences.append(
+        notes.append(
             "No images were held out, so this is the result on the training images and says nothing about new "
             "images. Set data.val and data.test above 0 to get a result."
         )
     elif run.selected_on_test_images:
-        sentences.append(
+        notes.append(
             "The run has no test split: the best checkpoint was selected on these same images, so expect a slightly "
             "worse result on new ones."
         )
     if not result.on_training and _is_wide(result.headline):
-        sentences.append(
+        notes.append(
             f"The interval is wide because there are only {plural(result.images, 'image')}; more held-out images would "
             "narrow it."
         )
-    return "".join(paragraph(text, "warn") for text in sentences)
+    return "".join(paragraph(text, "warn") for text in notes)
 
 
 def _is_wide(metric: Metric) -> bool:
-    return metric.unit == "percent" and metric.interval is not None and metric.interval[1] - metric.interval[0] > WIDE
+    return (
+        metric.spec.unit == "percent" and metric.interval is not None and metric.interval[1] - metric.interval[0] > WIDE
+    )
 
 
 def _unfinished_title(run: Record) -> str:
@@ -105,7 +103,7 @@ def _so_far(run: Record) -> str:
         return paragraph("The run has not been validated yet, either.")
     headline = run.task.headline
     return paragraph(
-        f"So far the checkpoint of step {best['step']:,} is kept, with a validation {headline.title} of "
+        f"So far the checkpoint of step {best['step']:,} is kept, with a validation {headline.name} of "
         f"{headline.show(best[headline.key])}. The validation split selects the checkpoint, so this is not a final "
         "result."
     )

@@ -20,7 +20,6 @@ from vitrail.explanations.figures.figure import evenly
 from vitrail.metrics.intervals import Paired, paired
 from vitrail.reports.page import absent, embedded_image, name, path
 from vitrail.reports.run_record import BEST, Record
-from vitrail.tasks.classification_metrics import ClassificationMetrics
 from vitrail.text import as_percent, ended, shorten, shorten_path
 from vitrail.training.run_folder import TEST_PREDICTIONS
 
@@ -164,7 +163,7 @@ def paired_predictions(one: Record, other: Record) -> tuple[PairedPredictions | 
 
 def unreadable_predictions(run: Record) -> tuple[str, ...]:
     """Return a sentence if a run's prediction file exists but cannot be read."""
-    there = (run.folder / TEST_PREDICTIONS).exists() and isinstance(run.result, ClassificationMetrics)
+    there = (run.folder / TEST_PREDICTIONS).exists() and run.classified is not None
     rows, why = _read(run) if there else (None, "")
     return (why.rstrip("."),) if there and rows is None else ()
 
@@ -192,7 +191,7 @@ def _read(run: Record) -> tuple[RunPredictions | None, str]:
     path = run.folder / TEST_PREDICTIONS
     if run.result is None:
         return None, f"{run.name}: {run.why_no_result}"
-    if not isinstance(run.result, ClassificationMetrics):
+    if run.classified is None:
         return None, "Only classifiers are compared image by image."
     if not path.is_file():
         return None, (

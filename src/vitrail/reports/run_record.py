@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from vitrail.checkpoints.bundle import CONFIG
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.io import ContentError, parse_toml, read_json, read_text
+from vitrail.tasks.classification_metrics import ClassificationMetrics
 from vitrail.tasks.lookup import CLASSIFICATION, task_named
 from vitrail.tasks.metrics import Metrics
 from vitrail.tasks.task import Task
@@ -71,6 +72,11 @@ class Record:
     def task(self) -> Task:
         """The task of the run."""
         return task_named(str(self.recipe.get("task", CLASSIFICATION.name)))
+
+    @property
+    def classified(self) -> ClassificationMetrics | None:
+        """The result of a classifier, for the sections that only classifiers have; None if there is none."""
+        return self.result if isinstance(self.result, ClassificationMetrics) else None
 
     @property
     def data(self) -> str:

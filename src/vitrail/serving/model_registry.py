@@ -33,6 +33,7 @@ from vitrail.serving.files import model_samples
 from vitrail.serving.lifecycle import Counters
 from vitrail.serving.operations import Embed, Operation, Predict, Result
 from vitrail.serving.settings import NamedSource, Settings
+from vitrail.tasks.lookup import compare_for, task_of_head
 
 _log = logging.getLogger("vitrail.serving")
 WARM_BATCH = 8
@@ -53,6 +54,7 @@ class ServedModel:
         self.bundle: Bundle = open_checkpoint(named.source, overrides=settings.overrides, keys=settings.keys)
         model = self.bundle.model.to(self.device).eval()
         _copy_weights(model)
+        self.task = task_of_head(self.bundle)
         self.engine: Engine | None = None
         if model.config.classes and model.config.pool != "none":
             self.engine = self._open_engine(settings)
@@ -85,7 +87,9 @@ class ServedModel:
             return open_engine(model, preprocess, kind=settings.engine, precision=precision, device=device)
 
         if settings.precision == "auto":
-            return _AutoEngine(open_for, self.device, partial(_log_precision, ref(self), self.name))
+            return AutoPrecisionEngine(
+                open_for, self.device, partial(_log_precision, ref(self), self.name), compare_for(self.bundle)
+            )
         return open_for(settings.precision)
 
     @property
@@ -167,14 +171,6 @@ def _ready_for(model: ViT, plan: ExecutionPlan) -> Callable[[FeatureRequest], Vi
         return request.ready(model, plan)
 
     return lambda request: ready(request.cache_key(model.config, plan))
-
-
-class _AutoEngine(AutoPrecisionEngine):
-    """Automatic precision, with the plan of the engine in use."""
-
-    @property
-    def plan(self) -> ExecutionPlan:
-        return self._engine.plan
 
 
 def _log_precision(served: "ref[ServedModel]", name: str, why: str) -> None:

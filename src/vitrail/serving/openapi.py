@@ -200,10 +200,16 @@ def _schemas() -> Json:
     integers = _list(integer)
     error = _object({"error": text})
     class_entry = _object({"name": text, "index": integer, "probability": number})
+    output_entry = _object({"name": text, "index": integer, "value": number})
     array = _object({"shape": integers, "dtype": {"enum": ["float32", "float16"]}, "data": text})
     array["description"] = "Array as base64 of little-endian bytes in row-major order."
     explained = _object(
-        {"map": array, "attention": array, "image": text, "target": {"anyOf": [class_entry, {"type": "null"}]}},
+        {
+            "map": array,
+            "attention": array,
+            "image": text,
+            "target": {"anyOf": [class_entry, output_entry, {"type": "null"}]},
+        },
         optional=("map", "attention"),
     )
 

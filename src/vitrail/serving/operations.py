@@ -20,15 +20,13 @@ from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.sources.source import Pixels
 from vitrail.errors import ConfigError, Diverged, InputError
 from vitrail.explanations.attention import attention_rows
-from vitrail.explanations.explain import as_image, read_class
-from vitrail.explanations.relevance import explained_token
+from vitrail.explanations.explain import as_image, read_output, subject_of
 from vitrail.explanations.request import ExplanationRequest, explain_pixels
 from vitrail.inference.features import FeatureRequest
 from vitrail.models.checks import read_layer
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, autocast
-from vitrail.tasks.classification import rounded
-from vitrail.tasks.lookup import task_of
+from vitrail.tasks.task import Explained, Task
 
 MAX_ATTENTION_BYTES = 64 * 2**20
 """Maximum bytes of attention weights in one response."""
@@ -41,6 +39,8 @@ class Backend(Protocol):
     """What an operation runs on."""
 
     bundle: Bundle
+    task: Task | None
+    """None if the model has no head."""
     engine: Engine | None
     """None if the model has no head."""
     device: torch.device
@@ -69,10 +69,10 @@ class Predict:
 
     def run(self, model: Backend, images: Sequence[Pixels]) -> list[Result]:
         """Return the prediction for each image."""
-        if model.engine is None:
+        if model.engine is None or model.task is None:
             raise InputError("this model has no head")
         outputs = model.engine(_batch(images))
-        predictions = task_of(model.bundle).predict(outputs, model.bundle.classes, self.top)
+        predictions = model.task.predict(outputs, model.bundle.classes, self.top)
         return _finite([prediction.response() for prediction in predictions], outputs)
 
 
@@ -110,7 +110,7 @@ class Explain:
         config = model.bundle.model.config
         self.request.check(config, target=self.target)
         if self.target is not None:
-            read_class(self.target, model.bundle)
+            read_output(self.target, model.bundle, model.task)
         if not self.every_token:
             return
         if self.request.method != "attention" or self.request.head is not None:
@@ -137,22 +137,16 @@ class Explain:
             weights = attention_rows(vit, pixels, read_layer(layer, vit.config.depth))[0]
             _check_finite(weights)
             return {"attention": packed(weights, "float16"), **preview, "target": None}
-        target, probability = self._target(model, pixels)
-        map = explain_pixels(vit, pixels, self.request, target)[0].detach()
+        target = self._target(model, pixels)
+        map = explain_pixels(vit, pixels, self.request, None if target is None else target.index)[0].detach()
         _check_finite(map)
-        named = None if target is None else _named(target, probability, model.bundle.classes)
-        return {"map": packed(map, "float32"), **preview, "target": named}
+        return {"map": packed(map, "float32"), **preview, "target": None if target is None else target.response()}
 
-    @torch.no_grad()
-    def _target(self, model: Backend, pixels: Tensor) -> tuple[int | None, float]:
-        """Return the class to explain and its probability."""
+    def _target(self, model: Backend, pixels: Tensor) -> Explained | None:
         if not self.request.targeted:
-            return None, 0.0
-        vit = model.bundle.model
-        logits = vit(pixels)[0]
-        logits = logits[explained_token(vit.config, self.request.query)] if vit.config.pool == "none" else logits
-        target = int(logits.argmax()) if self.target is None else read_class(self.target, model.bundle)
-        return target, float(logits.softmax(dim=0)[target])
+            return None
+        chosen = None if self.target is None else read_output(self.target, model.bundle, model.task)
+        return subject_of(model.bundle, model.task, pixels, self.request, chosen).target
 
 
 Operation = Predict | Embed | Explain
@@ -177,11 +171,6 @@ def _batch(images: Sequence[Pixels]) -> Tensor:
 
 def _normalised(model: Backend, images: Sequence[Pixels]) -> Tensor:
     return model.bundle.preprocess.normalise(_batch(images).to(model.device))
-
-
-def _named(index: int, probability: float, names: tuple[str, ...] | None) -> dict[str, Any]:
-    name = str(index) if names is None else names[index]
-    return {"name": name, "index": index, "probability": rounded(probability)}
 
 
 def _finite(results: list[Result], outputs: Tensor) -> list[Result]:

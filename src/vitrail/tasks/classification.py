@@ -11,15 +11,35 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vitrail.acceleration.agreement import Agreement
 from vitrail.data.sources.selection import match_classes
 from vitrail.data.sources.source import Source
 from vitrail.errors import DataError
 from vitrail.metrics.baselines import warning_about_gap
 from vitrail.metrics.classification import balanced_accuracy, confusion_matrix, log_losses, macro_f1
-from vitrail.tasks.classification_metrics import ClassificationMetrics, classification_metrics
-from vitrail.tasks.objective import Objective, class_weights, loss, targets
-from vitrail.tasks.task import Criterion, FieldType, Prediction, Predictions, RowFormat, Task, TrainingLoss
-from vitrail.text import percent, printable
+from vitrail.tasks.classification_metrics import (
+    ACCURACY,
+    BALANCED_ACCURACY,
+    LOG_LOSS,
+    MACRO_F1,
+    ClassificationMetrics,
+    classification_metrics,
+)
+from vitrail.tasks.metrics import MetricSpec
+from vitrail.tasks.objective import Objective, class_weights, loss, only_in_training, targets
+from vitrail.tasks.task import (
+    AUGMENTED_ONLY,
+    CLASS_SETTINGS,
+    Explained,
+    FieldType,
+    LossNote,
+    Prediction,
+    Predictions,
+    RowFormat,
+    Task,
+    TrainingLoss,
+)
+from vitrail.text import percent, printable, rounded
 
 TOP = 5
 """Classes per image in test_predictions.parquet. All of them would take 200 MB for 50,000 images of 1,000 classes."""
@@ -69,11 +89,6 @@ class ClassPrediction(Prediction):
         return {"classes": [{"name": name, "index": index, "probability": p} for name, index, p in rows]}
 
 
-def rounded(probability: float) -> float:
-    """Return a probability with the six digits that float32 has."""
-    return float(f"{probability:.6g}")
-
-
 class ClassRows(RowFormat):
     """Rows with the most likely classes."""
 
@@ -116,15 +131,18 @@ class Classification(Task):
 
     name = "classification"
     activation = "softmax"
-    training_metric = Criterion("accuracy", "accuracy")
-    criteria: ClassVar[Mapping[str, Criterion]] = {
-        "accuracy": Criterion("val_top1", "accuracy"),
-        "balanced_accuracy": Criterion("val_balanced_accuracy", "balanced accuracy"),
-        "macro_f1": Criterion("val_macro_f1", "macro-F1"),
-        "loss": Criterion("val_loss", "loss", "number", lower_is_better=True),
+    output_noun = ("class", "classes")
+    training_metric = ACCURACY._replace(key="accuracy")
+    criteria: ClassVar[Mapping[str, MetricSpec]] = {
+        "accuracy": ACCURACY._replace(key="val_top1"),
+        "balanced_accuracy": BALANCED_ACCURACY._replace(key="val_balanced_accuracy"),
+        "macro_f1": MACRO_F1._replace(key="val_macro_f1"),
+        "loss": LOG_LOSS._replace(name="loss", key="val_loss"),
     }
     rows = ClassRows()
     sections = ("mistakes", "classes", "confusion", "calibration", "curves", "model", "inside", "data", "reproduce")
+    compared_sections = ("pairs", "settings", "curves", "classes", "reproduce")
+    settings = CLASS_SETTINGS
     metrics = ClassificationMetrics
 
     def outputs(self, classes: Sequence[str]) -> int:
@@ -145,6 +163,10 @@ class Classification(Task):
         """Return cross-entropy, with what the objective adds."""
         weights = class_weights(labels, len(classes), objective)
         return partial(classification_loss, objective, None if weights is None else weights.to(device))
+
+    def loss_note(self, recipe: Mapping[str, Any]) -> LossNote:
+        """Name what only the training loss includes."""
+        return loss_note(recipe)
 
     def default_criterion(self, *, class_balanced: bool) -> str:
         """Return balanced accuracy if classes are balanced or weighted, else accuracy."""
@@ -177,6 +199,18 @@ class Classification(Task):
     def activate(self, outputs: Tensor) -> Tensor:
         """Return probabilities."""
         return outputs.softmax(dim=1)
+
+    def agreement(self, exact: Tensor, quick: Tensor) -> Agreement:
+        """Compare probabilities and the top class of logits (B, …, K)."""
+        changed = (exact.argmax(dim=-1) != quick.argmax(dim=-1)).view(len(exact), -1).any(dim=1)
+        change = float((exact.softmax(dim=-1) - quick.softmax(dim=-1)).abs().max())
+        return Agreement(len(exact), change, "a probability", "probabilities", int(changed.sum()), "top class")
+
+    def explained(self, outputs: Tensor, names: tuple[str, ...] | None, index: int | None) -> Explained:
+        """Return the class (of logits (K)) that an explanation is about: the given one, or else the predicted one."""
+        place = int(outputs.argmax()) if index is None else index
+        probability, name = float(outputs.softmax(dim=0)[place]), place if names is None else names[place]
+        return Explained(place, name, probability, f"{percent(probability)}%", is_probability=True)
 
     def evaluate(self, predictions: Predictions, source: Source, *, kind: str) -> ClassificationMetrics:
         """Compute accuracy, per-class metrics, confusions and calibration."""
@@ -230,3 +264,33 @@ def classification_loss(
     """Return the loss and the number of correct predictions; with mixing, the label of the larger weight counts."""
     wanted = targets(labels, outputs.shape[-1], objective, lam)
     return loss(outputs, wanted, objective, weights), (outputs.argmax(dim=-1) == wanted.argmax(dim=-1)).sum()
+
+
+def loss_note(recipe: Mapping[str, Any]) -> LossNote:
+    """Describe how the plotted losses of a resolved recipe differ."""
+    objective = recipe.get("objective") or {}
+    if objective.get("loss", "softmax") == "sigmoid":
+        return LossNote(
+            "training: sum of sigmoid losses",
+            "validation: log loss, on another scale",
+            "The training loss is a sum of sigmoid losses, the validation loss a log loss, so the scales differ.",
+        )
+    added = only_in_training(recipe)
+    if not added:
+        return AUGMENTED_ONLY
+    listed = f"{', '.join(added[:-1])} and {added[-1]}" if len(added) > 1 else added[0]
+    text = f"The training loss includes {listed}; the validation loss does not, so the two are not comparable."
+    smoothing, classes = float(objective.get("label_smoothing", 0) or 0), (recipe.get("model") or {}).get("classes", 0)
+    if smoothing and classes > 1 and "class weights" not in added:
+        lowest = smoothed_entropy(smoothing, classes)
+        text += f" With this smoothing and {classes} classes, training cannot fall below {lowest:.2f}."
+    return LossNote(
+        f"training: with {', '.join(added)}", "validation: without, so the two are not comparable", text
+    )  # fmt: skip
+
+
+def smoothed_entropy(smoothing: float, classes: int) -> float:
+    """Return the lowest possible cross-entropy with smoothed labels: their entropy."""
+    off = smoothing / classes
+    on = 1 - smoothing + off
+    return -on * math.log(on) - (classes - 1) * off * math.log(off)

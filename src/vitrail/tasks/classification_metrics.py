@@ -25,15 +25,27 @@ from vitrail.metrics.classification import (
     top_k_right,
 )
 from vitrail.metrics.intervals import Interval, bootstrap_mean, bootstrap_scores, wilson_interval
-from vitrail.tasks.metrics import HELD_OUT, Metric, Metrics, ResultTable
+from vitrail.tasks.metrics import HELD_OUT, Metric, Metrics, MetricSpec, ResultTable
 from vitrail.tasks.task import Predictions
-from vitrail.text import as_percent, percent
+from vitrail.text import as_percent, isolated, percent, plural
 
 WORST = 20
 """How many of the most confident mistakes are kept."""
 LISTED = 10
 """Confusions and mistakes in the tables; the JSON has more."""
 SHOWN_CLASSES = 20
+ACCURACY = MetricSpec("accuracy", explanation="The fraction of correct predictions, with its Wilson interval.")
+TOP5 = MetricSpec("top-5 accuracy", explanation="How often the true class is among the five most probable.")
+BALANCED_ACCURACY = MetricSpec("balanced accuracy", explanation="The mean recall over classes.")
+MACRO_F1 = MetricSpec(
+    "macro-F1", explanation="The mean F1 (of precision and recall) over classes, whatever their size."
+)
+CHANCE = MetricSpec("chance", explanation="The accuracy of a uniform guess.")
+LOG_LOSS = MetricSpec(
+    "log loss", "number", lower_is_better=True, ends=(0.0, None),
+    explanation="Cross-entropy of the true classes; 0 is perfect, and confident mistakes cost the most.",
+)  # fmt: skip
+CALIBRATION = MetricSpec("calibration error", lower_is_better=True)
 Matrix = Annotated[NDArray[np.int64], PlainValidator(lambda rows: np.array(rows, np.int64))]
 
 
@@ -63,6 +75,7 @@ class ClassificationMetrics(Metrics):
     """The metrics of a classifier on some images."""
 
     task: ClassVar[str] = "classification"
+    names_headline: ClassVar[bool] = False  # a percentage of images that is not named is the accuracy
     classes: tuple[str, ...]
     top1: float
     top1_interval: Interval
@@ -117,42 +130,28 @@ class ClassificationMetrics(Metrics):
     @property
     def headline(self) -> Metric:
         """The accuracy."""
-        return Metric(
-            "accuracy", self.top1, self.top1_interval,
-            explanation="The fraction of correct predictions, with its Wilson interval.",
-        )  # fmt: skip
+        return Metric(ACCURACY, self.top1, self.top1_interval)
 
     @property
     def numbers(self) -> list[Metric]:
         """Every metric, the accuracy first."""
         base = self.baselines
-        largest = self.classes[base.majority_class]
-        top5 = Metric(
-            "top-5 accuracy", self.top5, self.top5_interval,
-            explanation="How often the true class is among the five most probable.",
-        )  # fmt: skip
+        majority = MetricSpec(
+            "majority class", explanation=f"The accuracy of always predicting {self.classes[base.majority_class]}."
+        )
+        calibration = CALIBRATION._replace(
+            explanation=f"The mean gap between confidence and accuracy (ECE, {len(self.reliability)} bins)."
+        )
         return [
             self.headline,
-            *([top5] if self.top5 is not None else []),
-            Metric(
-                "balanced accuracy", self.balanced_accuracy, self.balanced_accuracy_interval,
-                explanation="The mean recall over classes.",
-            ),
-            Metric(
-                "macro-F1", self.macro_f1, self.macro_f1_interval,
-                explanation="The mean F1 (of precision and recall) over classes, whatever their size.",
-            ),
-            Metric("majority class", base.majority, explanation=f"The accuracy of always predicting {largest}."),
-            Metric("chance", base.chance, explanation="The accuracy of a uniform guess."),
-            Metric(
-                "log loss", self.loss, self.loss_interval, "number", True,
-                "Cross-entropy of the true classes; 0 is perfect, and confident mistakes cost the most.",
-            ),
-            Metric(
-                "calibration error", self.ece, lower_is_better=True,
-                explanation=f"The mean gap between confidence and accuracy (ECE, {len(self.reliability)} bins).",
-            ),
-        ]  # fmt: skip
+            *([Metric(TOP5, self.top5, self.top5_interval)] if self.top5 is not None else []),
+            Metric(BALANCED_ACCURACY, self.balanced_accuracy, self.balanced_accuracy_interval),
+            Metric(MACRO_F1, self.macro_f1, self.macro_f1_interval),
+            Metric(majority, base.majority),
+            Metric(CHANCE, base.chance),
+            Metric(LOG_LOSS, self.loss, self.loss_interval),
+            Metric(calibration, self.ece),
+        ]
 
     @property
     def clauses(self) -> list[str]:
@@ -164,6 +163,25 @@ class ClassificationMetrics(Metrics):
         if self.weakest is not None:
             clauses.append(f"weakest class {self.weakest.name}")
         return clauses
+
+    @property
+    def lead(self) -> list[str]:
+        """The baselines, the weakest class and the most frequent confusion."""
+        base = self.baselines
+        always, chance = as_percent(base.majority), as_percent(base.chance)
+        sentences = [
+            f"Always predicting {isolated(self.classes[base.majority_class])} gives {always}, chance {chance}."
+        ]
+        if self.weakest is None:
+            return [*sentences, "Every prediction is correct."]
+        weakest = isolated(self.weakest.name)
+        sentences.append(f"The weakest class is {weakest}, with a recall of {as_percent(self.weakest.recall)}.")
+        for worst in self.most_confused(1):
+            if worst.images > 1:
+                true, predicted = (isolated(self.classes[place]) for place in (worst.true, worst.predicted))
+                times = plural(worst.images, "time")
+                sentences.append(f"The most frequent confusion is {true} predicted as {predicted} ({times}).")
+        return sentences
 
     @property
     def remarks(self) -> list[str]:

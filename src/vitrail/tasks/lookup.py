@@ -1,5 +1,6 @@
 """The tasks by name."""
 
+from vitrail.acceleration.agreement import Compare, compare_outputs
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.errors import CheckpointError, ConfigError, suggest
 from vitrail.models.checks import per_token
@@ -19,13 +20,27 @@ def task_named(name: str) -> Task:
 
 def task_of(bundle: Bundle) -> Task:
     """Return the task of a bundle; raise if its model has no head, or one per token."""
-    if not bundle.model.config.classes:
+    task = task_of_head(bundle)
+    if task is None:
         raise CheckpointError("the model has no head, so it makes no predictions; train one first")
     if error := per_token(bundle.model.config):
         raise CheckpointError(error)
+    return task
+
+
+def task_of_head(bundle: Bundle) -> Task | None:
+    """Return the task of a bundle's head, also of one per token; None without a head."""
+    if not bundle.model.config.classes:
+        return None
     if bundle.task not in TASKS:
         raise CheckpointError(
             f"the bundle was trained for the task {bundle.task!r}, which this version of vitrail does not have; update "
             "vitrail"
         )
     return TASKS[bundle.task]
+
+
+def compare_for(bundle: Bundle) -> Compare:
+    """Return how to compare the outputs of a bundle's model with exact ones: as its task does."""
+    task = task_of_head(bundle)
+    return compare_outputs if task is None else task.agreement

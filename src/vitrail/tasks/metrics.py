@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from vitrail.data.batches import BadImage
 from vitrail.data.sources.selection import CONTENT, SeenInTraining
 from vitrail.metrics.intervals import Interval
-from vitrail.text import as_percent, percent
+from vitrail.text import as_percent, capitalised, ended, number
 
 HELD_OUT, TRAINING = "held-out images", "training images"
 SPLITS = {
@@ -19,34 +19,63 @@ SPLITS = {
 UNSEEN = SeenInTraining()
 
 
+Unit = Literal["percent", "number"]
+
+
+class MetricSpec(NamedTuple):
+    """What a metric is: its name and unit, which direction is better, and where its axis ends."""
+
+    name: str
+    unit: Unit = "percent"
+    lower_is_better: bool = False
+    key: str = ""
+    """Its key in metrics.jsonl, if a run records it."""
+    ends: tuple[float | None, float | None] | None = None
+    """The ends of an axis; None: from the values. Without ends, a percentage is drawn from 0 to 1."""
+    explanation: str = ""
+
+    @property
+    def axis(self) -> tuple[float | None, float | None]:
+        """The ends of an axis; None: from the values."""
+        return self.ends or ((0.0, 1.0) if self.unit == "percent" else (None, None))
+
+    def show(self, value: float | None) -> str:
+        """Return a value as text."""
+        return as_percent(value) if self.unit == "percent" or value is None else number(value)
+
+
 class Metric(NamedTuple):
     """One number of a result, as tables, reports and model cards show it."""
 
-    name: str
+    spec: MetricSpec
     value: float | None
     interval: Interval | None = None
     """95% interval."""
-    unit: Literal["percent", "number"] = "percent"
-    lower_is_better: bool = False
-    explanation: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name."""
+        return self.spec.name
 
     @property
     def text(self) -> str:
         """The value as text."""
-        return as_percent(self.value) if self.unit == "percent" or self.value is None else f"{self.value:.3f}"
+        return self.spec.show(self.value)
+
+    @property
+    def ends(self) -> tuple[str, str] | None:
+        """The ends of the interval as text; None if there is none."""
+        return None if self.interval is None else (self.spec.show(self.interval[0]), self.spec.show(self.interval[1]))
 
     @property
     def span(self) -> str:
-        """The interval as text; empty if there is none."""
-        if self.interval is None:
-            return ""
-        low, high = (percent(end) if self.unit == "percent" else f"{end:.3f}" for end in self.interval)
-        return f"{low}–{high}"
+        """The interval as text, without a percent sign; empty if there is none."""
+        return "–".join(end.removesuffix("%") for end in self.ends or ())
 
     @property
     def interval_text(self) -> str:
         """The interval as part of a sentence; empty if there is none."""
-        unit = "%" if self.unit == "percent" else ""
+        unit = "%" if self.spec.unit == "percent" else ""
         return f"95% interval {self.span}{unit}" if self.span else ""
 
 
@@ -69,6 +98,8 @@ class Metrics(ABC):
     """The metrics of a model on some images. Fractions are between 0 and 1; intervals are 95% intervals."""
 
     task: ClassVar[str]
+    names_headline: ClassVar[bool] = True
+    """Whether the summary begins with the name of the headline."""
     images: int
     kind: str
     """A plural noun for the images: "held-out images"."""
@@ -102,6 +133,11 @@ class Metrics(ABC):
         return []
 
     @property
+    def lead(self) -> list[str]:
+        """The same in sentences, for a report."""
+        return [ended(capitalised(clause)) for clause in self.clauses]
+
+    @property
     def remarks(self) -> list[str]:
         """Sentences to print below the numbers."""
         return []
@@ -130,7 +166,7 @@ class Metrics(ABC):
     @property
     def _opening(self) -> str:
         headline = self.headline
-        name = "" if headline.unit == "percent" else f"{headline.name} "
+        name = f"{headline.name} " if self.names_headline else ""
         span = f", 95% interval {headline.span}" if headline.span else ""
         return f"{name}{headline.text} on {self.images:,} {self.noun}{span}"
 

@@ -103,12 +103,3 @@ def only_in_training(recipe: Mapping[str, Any]) -> list[str]:
         *(mixed if mixing.get("chance", 1) else []),
         *(["class weights"] if objective.get("class_weights", "none") != "none" else []),
     ]
-
-
-def loss_note(recipe: Mapping[str, Any]) -> tuple[str, str]:
-    """Describe the plotted losses in two short lines: training and validation."""
-    if (recipe.get("objective") or {}).get("loss", "softmax") == "sigmoid":
-        return "training: sum of sigmoid losses", "validation: log loss, on another scale"
-    if added := only_in_training(recipe):
-        return f"training: with {', '.join(added)}", "validation: without, so the two are not comparable"
-    return "training: augmented images", "validation: original images"

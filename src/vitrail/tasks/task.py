@@ -18,17 +18,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vitrail.acceleration.agreement import Agreement, compare_outputs
+from vitrail.data.augmentation.mixing import Mixing
 from vitrail.data.batches import BadImage
 from vitrail.data.sources.source import Source
-from vitrail.tasks.metrics import Metrics
+from vitrail.tasks.metrics import Metrics, MetricSpec
 from vitrail.tasks.objective import Objective
-from vitrail.text import as_percent
+from vitrail.text import number, rounded
 
-Unit = Literal["percent", "number"]
 FieldType = Literal["string", "float", "strings", "floats"]
 TrainingLoss = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """Maps outputs (B, K), labels (B) and the mixing weights, if any, to the mean loss of the batch and the sum of the
 training metric over its images."""
+
+
+CLASS_SETTINGS = frozenset({"mixing", "data.balance", *(f"objective.{name}" for name in Objective.model_fields)})
+"""The settings of a recipe that only some tasks support."""
 
 
 class Predictions(NamedTuple):
@@ -44,18 +49,33 @@ class Predictions(NamedTuple):
     """The images that could not be read."""
 
 
-class Criterion(NamedTuple):
-    """A validation metric that can select the best checkpoint."""
+class LossNote(NamedTuple):
+    """How the plotted training and validation losses differ."""
 
-    key: str
-    """Its key in metrics.jsonl."""
-    title: str
-    unit: Unit = "percent"
-    lower_is_better: bool = False
+    training: str
+    validation: str
+    """Two short lines."""
+    text: str
+    """The same in sentences."""
 
-    def show(self, value: float | None) -> str:
-        """Return a value as text."""
-        return as_percent(value) if self.unit == "percent" or value is None else f"{value:.3f}"
+
+@dataclass(frozen=True)
+class Explained:
+    """An output of the model, as an explanation names it."""
+
+    index: int
+    name: str | int
+    """Its name; its index if it is a class without a name."""
+    value: float
+    """As predictions hold it: of a classifier, its probability."""
+    text: str
+    """The value as text: "93.1%"."""
+    is_probability: bool = False
+
+    def response(self) -> dict[str, Any]:
+        """Return the values of an HTTP response as JSON."""
+        key = "probability" if self.is_probability else "value"
+        return {"name": str(self.name), "index": self.index, key: rounded(self.value)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,26 +119,39 @@ class RowFormat(ABC):
         """Return the cells of a table for people."""
 
 
+AUGMENTED_ONLY = LossNote(
+    "training: augmented images",
+    "validation: original images",
+    "The training loss is computed on augmented images, with dropout; the validation loss on original images.",
+)
+
+
 class Task(ABC):
     """A task. `classification` is the reference."""
 
     name: ClassVar[str]
     """As recorded in recipes and bundles."""
+    output_noun: ClassVar[tuple[str, str]] = ("output", "outputs")
+    """What an output of the head is, in singular and plural."""
     activation: ClassVar[str]
     """What `activate` computes, for readers of an exported graph."""
-    training_metric: ClassVar[Criterion]
+    training_metric: ClassVar[MetricSpec]
     """The metric that is averaged over every training batch; its key in metrics.jsonl has no prefix."""
-    criteria: ClassVar[Mapping[str, Criterion]]
+    criteria: ClassVar[Mapping[str, MetricSpec]]
     """The metrics that can select the best checkpoint, by the name a recipe gives them. The first one is the
-    headline."""
+    headline. Each has a key, under which `validation` returns it."""
     rows: ClassVar[RowFormat]
     sections: ClassVar[tuple[str, ...]]
     """The sections of a report after the result, by their names in `vitrail.reports.report`."""
+    compared_sections: ClassVar[tuple[str, ...]] = ("settings", "curves", "reproduce")
+    """The same for the comparison of two runs, in `vitrail.reports.compare`."""
+    settings: ClassVar[frozenset[str]] = frozenset()
+    """The settings of a recipe about classes that the task supports, of `CLASS_SETTINGS`."""
     metrics: ClassVar[type[Metrics]]
     """The result type."""
 
     @property
-    def headline(self) -> Criterion:
+    def headline(self) -> MetricSpec:
         """The validation metric that a run is known by."""
         return next(iter(self.criteria.values()))
 
@@ -136,7 +169,32 @@ class Task(ABC):
     def match(self, source: Source, names: tuple[str, ...] | None, outputs: int, *, by_number: bool = False) -> Source:
         """Return the source with labels as the model counts them; `names` are those of the model's outputs."""
 
+    def targets(self, labels: NDArray[np.int64], classes: Sequence[str]) -> NDArray[Any]:  # noqa: ARG002
+        """Return what the outputs are compared with, for labels (N) that count `classes`; by default the labels.
+
+        Training loss, validation and evaluation of a task all call it.
+        """
+        return labels
+
     # ── training ──
+
+    def check(self, objective: Objective, mixing: Mixing | None, *, balance: bool) -> list[str]:
+        """Return a sentence for each setting of a recipe that the task does not support."""
+        default = Objective()
+        chosen = (
+            {f"objective.{name}": value for name, value in objective if value != getattr(default, name)}
+            | ({"mixing": "on"} if mixing is not None and mixing.on else {})
+            | ({"data.balance": "true"} if balance else {})
+        )
+        return [
+            f"{name} is {value}, but the task {self.name} does not support it; leave it out"
+            for name, value in chosen.items()
+            if name not in self.settings
+        ]
+
+    def loss_note(self, recipe: Mapping[str, Any]) -> LossNote:  # noqa: ARG002
+        """Describe how the plotted losses of a resolved recipe differ."""
+        return AUGMENTED_ONLY
 
     @abstractmethod
     def training_loss(
@@ -153,7 +211,7 @@ class Task(ABC):
         """Return every metric that can be the criterion, by its key in metrics.jsonl; `val_loss` is one of them."""
 
     def standard_error(self, criterion: str, value: float, images: int) -> float | None:  # noqa: ARG002
-        """Return the standard error of a validation metric; None if it is not known, so that every digit counts."""
+        """Return the standard error of a criterion with this value; None if it is not known, so every digit counts."""
         return None
 
     def overfitting(self, training: float, validation: float, images: int) -> list[str]:  # noqa: ARG002
@@ -165,6 +223,16 @@ class Task(ABC):
     @abstractmethod
     def activate(self, outputs: Tensor) -> Tensor:
         """Map the head's outputs (B, K) to what predictions hold."""
+
+    def agreement(self, exact: Tensor, quick: Tensor) -> Agreement:
+        """Compare outputs of a faster path with the exact ones; by default relative to the largest output."""
+        return compare_outputs(exact, quick)
+
+    def explained(self, outputs: Tensor, names: tuple[str, ...] | None, index: int | None) -> Explained:
+        """Return the output (of K) that an explanation is about: the given one, or else the largest."""
+        place = int(outputs.argmax()) if index is None else index
+        value = float(self.activate(outputs[None])[0, place])
+        return Explained(place, f"output {place}" if names is None else names[place], value, number(value))
 
     @abstractmethod
     def evaluate(self, predictions: Predictions, source: Source, *, kind: str) -> Metrics:

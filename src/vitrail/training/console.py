@@ -14,7 +14,7 @@ from rich.text import Text
 from vitrail.data.checking.check import Report
 from vitrail.tasks.lookup import CLASSIFICATION
 from vitrail.tasks.task import Task
-from vitrail.text import printable
+from vitrail.text import number, printable
 from vitrail.training.defaults import ResolvedDefault
 from vitrail.training.display import Status, defaults_lines, defaults_table
 from vitrail.training.run_folder import not_written
@@ -117,9 +117,9 @@ class RunConsole:
             star = "  (best so far)" if row["highest"] else f"  ({WITHIN_ERROR})"
         by = ""
         if criterion.key not in (headline.key, "val_loss"):
-            by = f", {criterion.title} {criterion.show(row[criterion.key])}"
-        value = f"{headline.title} {headline.show(row[headline.key])}"
-        metrics = f"{value} on the validation split{by}, loss {row['val_loss']:.3f}"
+            by = f", {criterion.name} {criterion.show(row[criterion.key])}"
+        value = f"{headline.name} {headline.show(row[headline.key])}"
+        metrics = f"{value} on the validation split{by}, loss {number(row['val_loss'])}"
         self.note(f"step {row['step']:,}: {metrics}{star}")
 
     def _print(self, plain: str, rich_text: RenderableType, *, wrap: bool = True, shown: bool = True) -> None:

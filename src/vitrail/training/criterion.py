@@ -1,6 +1,7 @@
 """The criterion that selects the best checkpoint, and that checkpoint: writing it, verifying it, recovering it."""
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,28 +18,25 @@ from vitrail.checkpoints.writing import atomic_folder
 from vitrail.data.sources.contents import carry_contents
 from vitrail.errors import CheckpointError
 from vitrail.io import file_digest
-from vitrail.tasks.task import Criterion, Task
+from vitrail.tasks.metrics import MetricSpec
+from vitrail.tasks.task import Task
 from vitrail.training.distributed import Ranks
-from vitrail.training.state import Progress, State, weights_at
-
-TIE = 1e-6
-"""Weight of the loss in a score, so that it breaks ties."""
+from vitrail.training.state import Progress, Score, State, weights_at
 
 
-def score(row: Mapping[str, Any], criterion: Criterion) -> float:
-    """Return the score of a row of the metrics file: higher is better, the loss breaks ties."""
+def score(row: Mapping[str, Any], criterion: MetricSpec) -> Score:
+    """Return the score of a row of the metrics file: the criterion, and the loss, which breaks ties."""
     value, loss = float(row[criterion.key]), float(row["val_loss"])
-    value = -value if criterion.lower_is_better else value
-    return value if criterion.key == "val_loss" else value - TIE * loss
+    return Score(-value if criterion.lower_is_better else value, -loss if math.isfinite(loss) else -math.inf)
 
 
-def as_good(reached: float, highest: float, standard_error: float | None) -> bool:
+def as_good(reached: Score, highest: Score, standard_error: float | None) -> bool:
     """Whether a score is as good as the highest: lower by at most its standard error.
 
     A small validation split cannot separate checkpoints that differ by less, and then the one trained longer is the
     better choice. Without a standard error only the highest counts: the loss does rise when a run is too long.
     """
-    return reached > highest if standard_error is None else reached >= highest - standard_error
+    return reached > highest if standard_error is None else reached.value >= highest.value - standard_error
 
 
 def shared_criterion(task: Task, criteria: Iterable[str]) -> str:

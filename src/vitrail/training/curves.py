@@ -12,7 +12,7 @@ from vitrail.charts.axis import Unit
 from vitrail.charts.lines import Series, line_chart
 from vitrail.charts.svg import sheet
 from vitrail.tasks.task import Task
-from vitrail.text import capitalised
+from vitrail.text import capitalised, number
 from vitrail.training.run_folder import best_row, write_text
 
 WIDTH, HIGH, LOW, GAP = 440, 270, 190, 20
@@ -69,11 +69,11 @@ def headlines(rows: Rows, name: str, task: Task) -> tuple[str, str]:
     facts = [
         *([f"step {best['step']:,} of {steps:,} kept"] if best else []),
         *([f"{epochs.values[-1]:.1f} epochs"] if len(epochs) else []),
-        *([f"training loss {losses.smooth().values[-1]:.3f} at the end"] if len(losses) else []),
-        *([f"validation loss {val.values[-1]:.3f} at the end"] if len(val) else []),
+        *([f"training loss {number(losses.smooth().values[-1])} at the end"] if len(losses) else []),
+        *([f"validation loss {number(val.values[-1])} at the end"] if len(val) else []),
     ]
     main = task.headline
-    result = f"validation {main.title} {main.show(best[main.key])}" if best else f"step {steps:,}"
+    result = f"validation {main.name} {main.show(best[main.key])}" if best else f"step {steps:,}"
     return f"{name if len(name) <= 60 else f'{name[:59]}…'}: {result}", " · ".join(facts)
 
 
@@ -85,13 +85,15 @@ def curve_charts(rows: Rows, task: Task) -> tuple[str, str, str, str]:
         line("training (augmented)", curve(rows, task.training_metric.key).smooth(), 1),
         sparse("validation split", curve(rows, main.key), 2),
     ]
-    if best := best_row(rows):
-        down = [best["step"]] * 2, [0.0, best[main.key]]
+    low, high = main.axis
+    best = best_row(rows)
+    if best is not None and math.isfinite(best[main.key]):
+        floor = min(value for series in headline for value in series.y) if low is None else low
+        down = [best["step"]] * 2, [floor, best[main.key]]
         headline.append(Series(f"kept: {main.show(best[main.key])}", *down, colour=2, dashed=True))
-    high = 1.0 if main.unit == "percent" else None
     return (
         over_steps("Loss", loss, log=wide(rows)),
-        over_steps(capitalised(main.title), headline, unit=main.unit, low=0.0, high=high),
+        over_steps(capitalised(main.name), headline, unit=main.unit, low=low, high=high),
         over_steps("Learning rate", [line("", curve(rows, "lr"), 3)], low=0.0, height=LOW),
         over_steps("Gradient norm", noisy("", curve(rows, "gradient_norm"), 4), low=0.0, height=LOW),
     )

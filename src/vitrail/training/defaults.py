@@ -20,7 +20,7 @@ from vitrail.models.config import ConvLayer, ViTConfig
 from vitrail.models.variants import PAPER, variant_config
 from vitrail.tasks.lookup import task_named
 from vitrail.tasks.task import Task
-from vitrail.training.finetune_init import FinetuneInit, planned_config
+from vitrail.training.finetune_init import FinetuneInit, for_task, planned_config
 from vitrail.training.optimizers import learning_rate
 from vitrail.training.recipe import Recipe
 
@@ -67,6 +67,8 @@ class TrainingPlan(NamedTuple):
     """Only `batch = "auto"` is resolved later, by `fit_batch_to_memory`: it must not change the folder's name."""
     model: ViTConfig
     preprocess: Preprocess
+    classes: tuple[str, ...]
+    """The classes of the data, which labels count."""
     batch: int
     """If the recipe's batch is "auto": its upper bound."""
     steps: int
@@ -104,6 +106,11 @@ def describe_data(source: Source, device: str = "cpu") -> DataFacts:
 def resolve_defaults(recipe: Recipe, facts: DataFacts, pretrained: Bundle | None) -> TrainingPlan:
     """Resolve every field that a recipe leaves unset."""
     defaults: list[ResolvedDefault] = []
+    task = task_named(recipe.task)
+    if faults := task.check(recipe.objective, recipe.mixing, balance=recipe.data.balance):
+        raise ConfigError("; ".join(faults))
+    if pretrained is not None:
+        recipe = recipe.replace(pretrained=for_task(pretrained, recipe.pretrained, task.name))
     model = _model(recipe, facts, pretrained, defaults)
     if fault := per_token(model):
         raise ConfigError(fault)
@@ -114,7 +121,7 @@ def resolve_defaults(recipe: Recipe, facts: DataFacts, pretrained: Bundle | None
         epochs = _epochs(facts, pretrained, defaults)
     lr = _lr(recipe, facts, model, pretrained, defaults) if recipe.optimizer.lr is None else recipe.optimizer.lr
     augmentation = _augmentation(facts, defaults) if recipe.augmentation is None else recipe.augmentation
-    mixing = _mixing(facts, defaults) if recipe.mixing is None else recipe.mixing
+    mixing = _mixing(facts, task, defaults) if recipe.mixing is None else recipe.mixing
     if recipe.data.on_device:
         check_on_device(augmentation)
     resolved = recipe.replace(
@@ -124,12 +131,13 @@ def resolve_defaults(recipe: Recipe, facts: DataFacts, pretrained: Bundle | None
         optimizer=recipe.optimizer.replace(lr=lr),
         augmentation=augmentation,
         mixing=mixing,
-        pretrained=recipe.pretrained if pretrained is None else recipe.pretrained or FinetuneInit(),
         criterion=_criterion(recipe, defaults),
     )
     steps = _steps(resolved, facts.images, batch)
     learning_rate(resolved.schedule, 0, steps, lr)  # raises if the schedule does not fit, before anything is written
-    return TrainingPlan(resolved, model, preprocess, batch, steps, lr, augmentation, mixing, defaults)
+    return TrainingPlan(
+        resolved, model, preprocess, facts.classes, batch, steps, lr, augmentation, mixing, defaults
+    )  # fmt: skip
 
 
 def with_batch(plan: TrainingPlan, batch: int, images: int, reason: str) -> TrainingPlan:
@@ -341,7 +349,9 @@ def _augmentation(facts: DataFacts, defaults: list[ResolvedDefault]) -> Augmenta
     return augmentation
 
 
-def _mixing(facts: DataFacts, defaults: list[ResolvedDefault]) -> Mixing:
+def _mixing(facts: DataFacts, task: Task, defaults: list[ResolvedDefault]) -> Mixing:
+    if "mixing" not in task.settings:
+        return Mixing()
     if facts.side <= TINY_SIDE or facts.device == "cpu":
         defaults.append(ResolvedDefault("mixing", "off", "the model is small and the run short, so it hardly overfits"))
         return Mixing()

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.tasks.lookup import CLASSIFICATION
-from vitrail.tasks.task import Criterion
-from vitrail.text import byte_size
+from vitrail.tasks.metrics import MetricSpec
+from vitrail.text import byte_size, number
 from vitrail.training.defaults import ResolvedDefault
 
 SMOOTH = 0.9
@@ -47,7 +47,7 @@ class Field(NamedTuple):
 class Status:
     """Current status of a run, as a rich renderable."""
 
-    def __init__(self, metric: Criterion = CLASSIFICATION.training_metric, *, compiled: bool = False) -> None:
+    def __init__(self, metric: MetricSpec = CLASSIFICATION.training_metric, *, compiled: bool = False) -> None:
         """`metric`: the training metric of the task."""
         self.row: dict[str, Any] = {}
         self.loss, self.metric, self.value = 0.0, metric, 0.0
@@ -81,11 +81,11 @@ class Status:
 
     def numbers(self) -> list[Field]:
         """Return the fields shown besides the step and the remaining time."""
-        speed, title = self.throughput.images_per_second, self.metric.title
-        value = f"{self.value:.1%}" if self.metric.unit == "percent" else f"{self.value:.3f}"
+        speed, title = self.throughput.images_per_second, self.metric.name
+        value = f"{self.value:.1%}" if self.metric.unit == "percent" else number(self.value)
         return [
             Field("epoch ", f"{self.row['epoch']:.1f}", "", "epoch ", 1),
-            Field("loss ", f"{self.loss:.3f}", "", "loss ", 5),
+            Field("loss ", number(self.loss), "", "loss ", 5),
             Field(f"{title} ", value, "", f"{title[:3]}. ", 4),
             Field("", UNKNOWN if speed is None else f"{speed:,.0f}", " images/s", "", 3),
             Field("waiting for data ", f"{self.waiting_fraction:.0%}", "", "waiting ", 2),

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from vitrail.checkpoints.adapt import adapt
-from vitrail.checkpoints.bundle import METRICS, Bundle
+from vitrail.checkpoints.bundle import CLASSIFICATION, METRICS, Bundle
 from vitrail.checkpoints.keys import Weights
 from vitrail.checkpoints.load import open_checkpoint
 from vitrail.checkpoints.tensors import loaded_model
@@ -50,6 +50,19 @@ def opened_pretrained(
     return pretrained
 
 
+def for_task(pretrained: Bundle, how: FinetuneInit | None, task: str) -> FinetuneInit:
+    """Return how to adapt a pretrained model to a task: the head of another task cannot be kept."""
+    how = how or FinetuneInit()
+    if how.head != "keep" or task == pretrained.task or not pretrained.model.config.classes:
+        return how
+    if "head" in how.model_fields_set:
+        raise ConfigError(
+            f"pretrained.head is 'keep', but the model's task is {pretrained.task} and the recipe's is {task}; use "
+            "'fresh' or 'zero'"
+        )
+    return how.replace(head="fresh")
+
+
 def planned_config(pretrained: Bundle, how: FinetuneInit, fields: dict[str, Any], classes: int) -> ViTConfig:
     """Return the config of the adapted model: its own, with the recipe's fields and the number of classes.
 
@@ -79,8 +92,11 @@ def adapted(
         channels=config.channels,
         position_method=how.positions,
     )
-    if how.head == "keep" and task == pretrained.task:
+    if how.head == "keep" and task == pretrained.task == CLASSIFICATION:
         return adapt(bundle, classes=config.classes if names is None else names)
+    if how.head == "keep" and task == pretrained.task and config.classes == bundle.model.config.classes:
+        bundle.classes = names
+        return bundle
     bundle.task = task
     _renew_head(bundle, how, config.classes, names)
     return bundle

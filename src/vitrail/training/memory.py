@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
@@ -25,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vitrail.data.augmentation.mixing import mix_pixels
 from vitrail.models.vit import ViT
 from vitrail.runtime import autocast
-from vitrail.tasks.objective import loss
+from vitrail.tasks.task import TrainingLoss
 from vitrail.training.context import Job
 from vitrail.training.muon import Muon
 from vitrail.training.optimizers import Optimizer, freeze, is_matrix, make_optimizer
@@ -82,7 +83,8 @@ def forecast(job: Job) -> Forecast:
     recipe = job.plan.recipe
     # Torch selects the attention kernel on a real device of the same kind; MPS cannot be queried.
     device = torch.device("cpu") if job.device.type == "mps" else job.device
-    with torch.random.fork_rng(devices=_generators(device)), FakeTensorMode():
+    loss = _task_loss(job, device)  # a task may keep real tensors in its loss
+    with torch.random.fork_rng(devices=_generators(device)), FakeTensorMode(allow_non_fake_inputs=True):
         model = _model(job, device)
         trained = [p for p in model.parameters() if p.requires_grad]
         weights, gradients = _bytes(model.state_dict().values()), _bytes(trained)
@@ -90,7 +92,7 @@ def forecast(job: Job) -> Forecast:
         buckets = gradients if job.processes > 1 else 0  # DDP's buckets
 
         evaluating = (weights if average else 0) + _evaluation_bytes(job, model, device)
-        training = _training_bytes(job, model, device) - gradients
+        training = _training_bytes(job, model, device, loss) - gradients
         optimizer = sum(_copies(recipe.optimizer, *named) * _bytes(named[1:]) for named in _trained(model))
         updating = _update_bytes(recipe.optimizer, model)
     after = max(evaluating, updating)  # never both at once
@@ -119,9 +121,9 @@ def _compute_a_step(job: Job, estimate: Forecast) -> None:
     standing = torch.empty(
         estimate.optimizer + estimate.average + estimate.resident, dtype=torch.uint8, device=job.device
     )
-    model = _model(job, job.device)
+    model, loss = _model(job, job.device), _task_loss(job, job.device)
     for _ in range(min(2, job.plan.recipe.gradient_accumulation)):
-        _loss(job, _images(job, job.device, job.images), model).backward()
+        _loss(job, _images(job, job.device, job.images), model, loss).backward()
     update = torch.empty(estimate.updating, dtype=torch.uint8, device=job.device)
     torch.cuda.synchronize(job.device)
     del standing, update  # they had to stay allocated until here
@@ -133,7 +135,7 @@ def _images(job: Job, device: torch.device, images: int) -> Tensor:
     return torch.randint(0, 256, size, dtype=torch.uint8, device=device)
 
 
-def _loss(job: Job, stored: Tensor, model: nn.Module) -> Tensor:
+def _loss(job: Job, stored: Tensor, model: nn.Module, loss: TrainingLoss) -> Tensor:
     """Return the loss of images, computed as in a training step."""
     plan, device, count = job.plan, stored.device, len(stored)
     pixels = plan.preprocess.normalise(stored)
@@ -141,9 +143,15 @@ def _loss(job: Job, stored: Tensor, model: nn.Module) -> Tensor:
         lam, box = torch.ones(count, device=device), torch.zeros(count, 4, dtype=torch.int64, device=device)
         pixels = mix_pixels(pixels, lam, box)
     with autocast(device, job.precision):
-        logits: Tensor = model(pixels)
-    targets = torch.full(logits.shape, 1 / logits.shape[-1], device=device)
-    return loss(logits, targets, plan.recipe.objective)  # whatever the task: outputs take little memory
+        outputs: Tensor = model(pixels)
+    return loss(outputs, torch.zeros(count, dtype=torch.int64, device=device), None)[0]
+
+
+def _task_loss(job: Job, device: torch.device) -> TrainingLoss:
+    """Return the loss of the task, without class weights: they need labels, and take no memory to speak of."""
+    plan = job.plan
+    objective = plan.recipe.objective.replace(class_weights="none")
+    return plan.task.training_loss(objective, np.arange(len(plan.classes)), plan.classes, device)
 
 
 def _model(job: Job, device: torch.device) -> ViT:
@@ -154,13 +162,13 @@ def _model(job: Job, device: torch.device) -> ViT:
     return model.train()
 
 
-def _training_bytes(job: Job, model: nn.Module, device: torch.device) -> int:
+def _training_bytes(job: Job, model: nn.Module, device: torch.device, loss: TrainingLoss) -> int:
     """Return the memory of a step, including gradients but not the weights."""
 
     def step() -> None:
         # The second micro-batch runs while the gradients of the first are held; further ones add nothing.
         for _ in range(min(2, job.plan.recipe.gradient_accumulation)):
-            _loss(job, _images(job, device, job.images), model).backward()
+            _loss(job, _images(job, device, job.images), model, loss).backward()
 
     peak = _peak_bytes(step, model)
     model.zero_grad(set_to_none=True)

@@ -8,7 +8,7 @@ import hashlib
 import json
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -27,6 +27,7 @@ from vitrail.schema import LIMIT, Count, Frozen, Positive
 from vitrail.schema import Sequence as AsTuple
 from vitrail.tasks.lookup import CLASSIFICATION, task_named
 from vitrail.tasks.objective import Objective
+from vitrail.tasks.task import CLASS_SETTINGS
 from vitrail.training.averaging import Averaging
 from vitrail.training.finetune_init import FinetuneInit
 from vitrail.training.optimizers import Optimizer, Schedule
@@ -198,21 +199,38 @@ def read_recipe(
 ) -> Recipe:
     """Read a recipe by name or from a file, and apply changes such as "optimizer.lr=3e-4".
 
-    `values` are changes with parsed values: {"optimizer.lr": 3e-4}.
+    `values` are changes with parsed values: {"optimizer.lr": 3e-4}. A bundled recipe is for classification; with
+    another task, what it says about classes is dropped.
     """
     table = json.loads(name.to_json()) if isinstance(name, Recipe) else _table(name)
     if isinstance(changes, (str, Mapping)):
         raise ConfigError(f"changes is {changes!r}; pass a list of strings: changes=['optimizer.lr=3e-4']")
+    settings: list[tuple[str, Any]] = []
     for change in changes:
         path, equals, text = change.partition("=")
         if not equals or not path.strip():
             raise ConfigError(f"{change!r} is not a change; write optimizer.lr=3e-4")
         check_name(path.strip(), text)
-        _set(table, path, read_value(text))
+        settings.append((path, read_value(text)))
     for path, value in (values or {}).items():
         check_name(path.strip(), str(value))
+        settings.append((path, value))
+    task = next((value for path, value in reversed(settings) if path.strip() == "task"), CLASSIFICATION.name)
+    if not isinstance(name, Recipe) and str(name) in preset_names() and isinstance(task, str):
+        _drop(table, CLASS_SETTINGS - task_named(task).settings)
+    for path, value in settings:
         _set(table, path, value)
     return Recipe.from_json(json.dumps(table))
+
+
+def _drop(table: dict[str, Any], names: Iterable[str]) -> None:
+    """Remove values by their dotted names."""
+    for name in names:
+        section, _, leaf = name.partition(".")
+        if leaf:
+            table.get(section, {}).pop(leaf, None)
+        else:
+            table.pop(section, None)
 
 
 def check_name(path: str, value: str) -> None:

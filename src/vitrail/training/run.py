@@ -19,7 +19,6 @@ from vitrail.data.stream import RankSlice, Stream
 from vitrail.errors import ConfigError
 from vitrail.models.vit import ViT
 from vitrail.runtime import derive_seed, seed_torch
-from vitrail.tasks.objective import loss_note
 from vitrail.training.averaging import Average
 from vitrail.training.context import Job
 from vitrail.training.criterion import BEST, STATES, Best
@@ -244,5 +243,12 @@ def _stepper(job: Job, train: Source) -> Stepper:
 
 
 def _logger(folder: Path, plan: TrainingPlan, step: int, observer: RunObserver) -> RunLogger:
-    losses = loss_note(plan.recipe.model_dump())
-    return RunLogger(folder, step, observer.note, task=plan.task, compiled=plan.recipe.compile, losses=losses)
+    note = plan.task.loss_note(plan.recipe.model_dump())
+    return RunLogger(
+        folder,
+        step,
+        observer.note,
+        task=plan.task,
+        compiled=plan.recipe.compile,
+        losses=(note.training, note.validation),
+    )

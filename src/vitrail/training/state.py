@@ -9,6 +9,7 @@ skipped and reported.
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -32,6 +33,20 @@ RESUME = "rerun the same command to resume"
 """What to do once a problem of the machine is solved."""
 
 
+class Score(NamedTuple):
+    """How good a checkpoint is; scores are compared by value, then by loss. Higher is better."""
+
+    value: float
+    """The criterion; negated if lower is better."""
+    loss: float
+    """The validation loss, negated."""
+
+    @property
+    def known(self) -> bool:
+        """Whether the criterion is finite."""
+        return math.isfinite(self.value)
+
+
 @dataclass
 class Progress:
     """Progress of a run."""
@@ -40,19 +55,25 @@ class Progress:
     best_step: int = 0
     best_digest: str = ""
     """Digest of best/config.json, which holds the digest of the weights."""
-    highest: float = -1.0
-    """The highest validation score. best/ may be a later checkpoint that is as good."""
+    highest: tuple[float, float] | None = None
+    """The highest `Score` of a validation. best/ may be a later checkpoint that is as good."""
     since_highest: int = 0
     """Validations since the highest score."""
     bad_files: list[str] | None = None
     finished: bool = False
 
-    def reach(self, score: float) -> bool:
-        """Take in the score of a validation; return whether it is the highest, as the first one is."""
-        if self.best_step and not score > self.highest:
+    @property
+    def highest_score(self) -> Score | None:
+        """The highest score; None if no validation had a finite one, and after best/ was lost."""
+        return None if self.highest is None or not self.best_step else Score(*self.highest)
+
+    def reach(self, score: Score) -> bool:
+        """Take in the score of a validation; return whether it is the highest, as the first finite one is."""
+        highest = self.highest_score
+        if not score.known or (highest is not None and not score > highest):
             self.since_highest += 1
             return False
-        self.highest, self.since_highest = score, 0
+        self.highest, self.since_highest = (score.value, score.loss), 0
         return True
 
 

@@ -21,7 +21,8 @@ from vitrail.data.sources.source import place_of
 from vitrail.errors import CheckpointError, ConfigError, Diverged
 from vitrail.io import ContentError, read_json
 from vitrail.runtime import choose_device
-from vitrail.tasks.task import Criterion, Task
+from vitrail.tasks.metrics import MetricSpec
+from vitrail.tasks.task import Task
 from vitrail.text import printable
 from vitrail.training.criterion import score, shared_criterion
 from vitrail.training.finetune_init import opened_pretrained
@@ -177,7 +178,7 @@ def sweep(
         criterion = task.criteria[name]
         chosen = _best(candidates, place, criterion)
         training.print(
-            f"{trials[candidates.index(chosen)].title} has the best {criterion.title} on the validation split"
+            f"{trials[candidates.index(chosen)].title} has the best {criterion.name} on the validation split"
             f"{_tie(candidates, chosen, criterion)}; it is already trained, so only the evaluation on the test split "
             "is left"
         )
@@ -261,14 +262,15 @@ def _recorded(folder: Path) -> Outcome | None:
         return None
 
 
-def _best(candidates: Sequence[Candidate], place: Path, criterion: Criterion) -> Candidate:
+def _best(candidates: Sequence[Candidate], place: Path, criterion: MetricSpec) -> Candidate:
     done = [candidate for candidate in candidates if candidate.outcome.diverged is None]
     if not done:
         raise Diverged(f"every run of the sweep in {place} diverged; the first: {candidates[0].outcome.diverged}")
-    return max(done, key=lambda candidate: score(candidate.outcome.metrics, criterion))
+    scores = {candidate.folder: score(candidate.outcome.metrics, criterion) for candidate in done}
+    return max(done, key=lambda candidate: (scores[candidate.folder].known, scores[candidate.folder]))
 
 
-def _tie(candidates: Sequence[Candidate], chosen: Candidate, criterion: Criterion) -> str:
+def _tie(candidates: Sequence[Candidate], chosen: Candidate, criterion: MetricSpec) -> str:
     """Mention that the loss broke a tie, if it did."""
     values = [one.outcome.metrics.get(criterion.key) for one in candidates]
     equal = values.count(chosen.outcome.metrics[criterion.key]) - 1
@@ -277,7 +279,7 @@ def _tie(candidates: Sequence[Candidate], chosen: Candidate, criterion: Criterio
     return f" (tied with {equal} {'other' if equal == 1 else 'others'}, and has the lowest loss of them)"
 
 
-def _spreads(candidates: Sequence[Candidate], headline: Criterion) -> list[Spread]:
+def _spreads(candidates: Sequence[Candidate], headline: MetricSpec) -> list[Spread]:
     """Group candidates that differ only in the seed."""
     if not candidates or "seed" not in candidates[0].values:
         return []
@@ -294,7 +296,7 @@ def _spreads(candidates: Sequence[Candidate], headline: Criterion) -> list[Sprea
     ]
 
 
-def _write(place: Path, candidates: Sequence[Candidate], headline: Criterion, chosen: Candidate | None = None) -> None:
+def _write(place: Path, candidates: Sequence[Candidate], headline: MetricSpec, chosen: Candidate | None = None) -> None:
     rows = [{"values": c.values, "folder": c.folder.name, **asdict(c.outcome)} for c in candidates]
     seeds = [spread._asdict() for spread in _spreads(candidates, headline)]
     write_json(place / SWEEP, {"candidates": rows, "best": chosen.folder.name if chosen else None, "seeds": seeds})

@@ -5,12 +5,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from vitrail.checkpoints.bundle import METRICS, Bundle
+from vitrail.errors import Diverged
 from vitrail.tasks.metrics import HELD_OUT, TRAINING, Metrics
+from vitrail.tasks.task import Task
 from vitrail.training.criterion import as_good, score
 from vitrail.training.run import TrainingRun
+from vitrail.training.run_folder import METRICS as METRICS_FILE
 from vitrail.training.run_folder import RESULT, MetricsFile, write_json
 from vitrail.training.run_logger import gap_warning
-from vitrail.training.state import State
+from vitrail.training.state import Progress, Score, State
 
 
 def validate(run: TrainingRun) -> None:
@@ -21,8 +24,7 @@ def validate(run: TrainingRun) -> None:
         metrics = task.validation(predictions, run.validation_source.classes)
         reached = score(metrics, task.criteria[criterion])
         is_highest = progress.reach(reached)
-        error = task.standard_error(criterion, progress.highest, len(predictions.labels))
-        if is_highest or as_good(reached, progress.highest, error):
+        if is_highest or _is_as_good(task, criterion, reached, progress, len(predictions.labels)):
             progress.best_step = progress.step
             if run.ranks.is_main:
                 run.best.save(run.bundle_now())
@@ -30,6 +32,15 @@ def validate(run: TrainingRun) -> None:
     if run.logger is not None:
         run.logger.validation(row)
     run.observer.validation({**row, "criterion": criterion, "highest": is_highest})
+
+
+def _is_as_good(task: Task, criterion: str, reached: Score, progress: Progress, images: int) -> bool:
+    """Whether a checkpoint that is not the highest is as good, within the standard error of the highest."""
+    highest = progress.highest_score
+    if highest is None or not reached.known:
+        return False
+    value = -highest.value if task.criteria[criterion].lower_is_better else highest.value
+    return as_good(reached, highest, task.standard_error(criterion, value, images))
 
 
 @contextmanager
@@ -58,6 +69,12 @@ def evaluate_best(run: TrainingRun, *, final: bool) -> tuple[Bundle, Metrics]:
     `final`: the result is final and is written to the run folder.
     """
     check_best(run)
+    if not run.progress.best_step:
+        criterion = run.plan.task.criteria[run.plan.recipe.resolved_criterion()]
+        raise Diverged(
+            f"the {criterion.name} on the validation split was never finite, so no checkpoint is the best; see "
+            f"{criterion.key} in {run.folder / METRICS_FILE}"
+        )
     best, splits = run.best.load(), run.splits
     source = splits.test or run.validation_source
     predictions = run.predict(best.model.to(run.job.device), source)

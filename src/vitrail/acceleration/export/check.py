@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitrail.acceleration.agreement import Agreement, Compare, compare_outputs
 from vitrail.acceleration.export.graph import Graph
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError
@@ -25,14 +26,12 @@ class Check(NamedTuple):
     """The outputs of an exported model compared with the original in float32."""
 
     images: int
-    logits: float
-    """Largest difference of logits (of features, if the model has no head)."""
+    difference: float
+    """Largest difference of outputs (of features, if the model has no head)."""
     relative: float
-    """The same, relative to the largest logit."""
-    probabilities: float
-    """Largest difference of probabilities."""
-    same_top1: int
-    """Images with the same top class."""
+    """The same, relative to the largest output."""
+    agreement: Agreement
+    """The same for the model's task."""
     varied: bool
     """Whether the outputs differ between images; if not, the check shows little."""
 
@@ -42,8 +41,10 @@ class Check(NamedTuple):
         return self.relative <= TOLERANCE
 
 
-def check_outputs(graph: Graph, preprocess: Preprocess, exported: Callable[[Tensor], Tensor]) -> Check:
-    """Compare the outputs of an exported model with those of the original.
+def check_outputs(
+    graph: Graph, preprocess: Preprocess, exported: Callable[[Tensor], Tensor], compare: Compare = compare_outputs
+) -> Check:
+    """Compare the outputs of an exported model with those of the original; `compare` does it for the model's task.
 
     The original runs as in normal use rather than through the graph, so that an error in the exported preprocessing is
     also found.
@@ -66,10 +67,9 @@ def check_outputs(graph: Graph, preprocess: Preprocess, exported: Callable[[Tens
     difference = float((actual - expected).abs().max())
     return Check(
         images=len(pixels),
-        logits=difference,
+        difference=difference,
         relative=difference / max(float(expected.abs().max()), 1e-12),
-        probabilities=float((actual.softmax(dim=-1) - expected.softmax(dim=-1)).abs().max()),
-        same_top1=int((actual.argmax(dim=-1) == expected.argmax(dim=-1)).view(len(pixels), -1).all(dim=1).sum()),
+        agreement=compare(expected, actual),
         varied=bool((expected - expected[:1]).abs().max() > 1e-6),
     )
 

@@ -117,7 +117,7 @@ export class Panel {
 
   /** Whether the model classifies whole images. */
   get classifiesImages() {
-    return this.model.class_count !== 0 && this.model.pool !== "none";
+    return this.model.task === "classification" && this.model.pool !== "none";
   }
 
   /** The query token. */
@@ -264,7 +264,9 @@ export class Panel {
     }
     if (explanation.method === "pca") return `Patches of the same colour have similar features after layer ${explanation.layer}.`;
     if (!explanation.target) return "";
-    return `Evidence for ${explanation.target.name}, predicted with ${percent(explanation.target.probability)}.`;
+    const { name, probability, value } = explanation.target;
+    if (probability === undefined) return `Evidence for ${name}: ${Number(value.toPrecision(4))}.`;
+    return `Evidence for ${name}, predicted with ${percent(probability)}.`;
   }
 
   /** Update the controls. */
