@@ -150,7 +150,7 @@ def test_overrides_open_a_file_that_does_not_say_everything(folder: Path) -> Non
 
 def test_list_models() -> None:
     models = vitrail.list_models()
-    assert len(models) == 16
+    assert len(models) == 19
     base = next(model for model in models if model.paper == "B/16")
     assert (base.name, base.cost.parameters) == ("vit_base_patch16_224", 86_567_656)
     assert base.config == vitrail.variant_config("B/16")

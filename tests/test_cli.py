@@ -153,7 +153,7 @@ def test_inspect(checkpoint: Path) -> None:
     assert done.returncode == 0, done.stderr
     for words in (
         "timm",
-        "2 blocks, width 64, 1 heads",
+        "2 blocks of width 64 with 1 head",
         "32×32, 3 channels, patches of 8×8",
         "none of the named sizes",
         "32 of 32 tensors, 0.1",

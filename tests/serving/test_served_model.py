@@ -96,7 +96,7 @@ def test_the_plan_is_logged_when_a_precision_is_chosen(
 ) -> None:
     caplog.set_level(logging.INFO, "vitrail.serving")
     monkeypatch.setattr(auto, "hardware_of", lambda _: Hardware("cpu", fast_bf16=True))
-    monkeypatch.setattr(auto, "_why_not", lambda _: None)
+    monkeypatch.setattr(auto.PrecisionTrial, "choose", lambda trial: (trial.quick, "bf16"))
     served = opened(bundle(), precision="auto")
     served.warm_up()
     assert served.description["precision"] == "float32"
