@@ -38,6 +38,7 @@ from vitrail.serving.settings import Settings, name_models
 from vitrail.tasks.metrics import Metrics
 from vitrail.tasks.task import Prediction
 from vitrail.text import printable, printable_path
+from vitrail.training.candidate_results import CandidateSweep
 from vitrail.training.recipe import Recipe, unknown_setting
 from vitrail.training.sweep import Sweep, sweep
 from vitrail.training.train import Run
@@ -45,6 +46,7 @@ from vitrail.training.train import train as train_run
 
 __all__ = [
     "Benchmark",
+    "CandidateSweep",
     "Conversion",
     "DataCheck",
     "Description",
