@@ -227,30 +227,45 @@ class CandidateRecipes:
     @property
     def shared(self) -> dict[str, Any]:
         """The settings of every candidate: --set counts more than [set]."""
-        return {**self.file.settings, **{key: read_value(text) for key, text in split_changes(self.changes)}}
+        return _merged(self.file.settings, self._changed)
+
+    @property
+    def _changed(self) -> dict[str, Any]:
+        return {key: read_value(text) for key, text in split_changes(self.changes)}
 
     def recipe(self, candidate: Candidate, values: Mapping[str, Any]) -> Recipe:
         """Return the recipe of a candidate with some values of its grid and a seed."""
         try:
-            return self._read({**self.shared, **candidate.settings, **values})
+            return self._read(self.shared, candidate.settings, values)
         except ConfigError as error:
             raise self.blamed(error, candidate, values) from None
 
     def blamed(self, error: ConfigError, candidate: Candidate, values: Mapping[str, Any]) -> ConfigError:
         """Return an error with the name of the table that causes it: settings are judged together."""
-        layers: list[tuple[str, dict[str, Any]]] = [
-            ("", {key: read_value(text) for key, text in split_changes(self.changes)}),
-            ("set", self.shared),
-            (candidate.table, {**self.shared, **candidate.settings}),
+        tables: list[tuple[str, tuple[Mapping[str, Any], ...]]] = [
+            ("", (self._changed,)),
+            ("set", (self.shared,)),
+            (candidate.table, (self.shared, candidate.settings)),
         ]
-        for table, settings in layers:
+        for table, layers in tables:
             try:
-                self._read(settings)
+                self._read(*layers)
             except ConfigError as cause:
                 if str(cause) == str(error):
                     return self.file.error(table, error) if table else error
         tried = any(key in candidate.over for key in values)
         return self.file.error(f"{candidate.table}.over" if tried else candidate.table, error)
 
-    def _read(self, settings: Mapping[str, Any]) -> Recipe:
-        return read_recipe(self.base, values=settings)
+    def _read(self, *layers: Mapping[str, Any]) -> Recipe:
+        return read_recipe(self.base, values=_merged(*layers))
+
+
+def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge settings; the last one counts. Whoever sets the steps unsets the epochs of the recipe, and vice versa."""
+    settings: dict[str, Any] = {}
+    for layer in layers:
+        for ours, other in (("steps", "epochs"), ("epochs", "steps")):
+            if layer.get(ours) is not None and other not in layer:
+                settings[other] = None
+        settings |= layer
+    return settings
