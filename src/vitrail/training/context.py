@@ -46,7 +46,7 @@ def run_context(plan: TrainingPlan, splits: Splits, ranks: Ranks, workers: int |
     return RunContext(
         device,
         precision,
-        default_workers_of_a_run(device) if workers is None else workers,
+        _default_workers(device) if workers is None else workers,
         ranks,
         plan_step(plan.model, plan.recipe, precision, device, alone=ranks.alone),
         resident_images(plan, splits),
@@ -64,6 +64,6 @@ def _precision(recipe: Recipe, device: torch.device) -> Precision:
     return "bf16" if faster_in_bf16(device) else "float32"
 
 
-def default_workers_of_a_run(device: torch.device) -> int:
+def _default_workers(device: torch.device) -> int:
     """Use few workers on a CPU, where the model needs the cores."""
     return default_workers() if device.type != "cpu" else max(1, default_workers() // 4)
