@@ -128,6 +128,15 @@ def test_killed_and_resumed(straight: Sweep, tmp_path: Path) -> None:
     assert (second / "metrics.jsonl").read_text() == (straight.best.folder / "metrics.jsonl").read_text()
 
 
+def test_two_runs_at_once_give_the_same_numbers(straight: Sweep, tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    sweep("digits", over=RATES, changes=TINY, folder=folder, device="cpu", workers=0, jobs=2, quiet=True)
+    actual, expected = record(folder), record(straight.folder)
+    for row in (*actual["runs"], *expected["runs"]):
+        row["diverged"] = row["diverged"] and row["diverged"].split(";")[0]  # without the folder
+    assert actual == expected
+
+
 def test_a_sweep_takes_more_values_later(straight: Sweep) -> None:
     before = moments(straight.folder)
     more = tried(straight.folder, {"optimizer.lr": [0.1, 0.03]})

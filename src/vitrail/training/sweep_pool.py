@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -19,18 +19,16 @@ import torch
 from vitrail import errors
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.errors import VitrailError
-from vitrail.runtime import choose_device
 from vitrail.tasks.lookup import task_named
 from vitrail.text import first_line
 from vitrail.training.console import LOG
-from vitrail.training.context import default_workers_of_a_run
 from vitrail.training.sessions import Stopped, stop_signal
 from vitrail.training.sweep_run import PlannedRun, SweepTraining
 from vitrail.training.sweep_worker import RunRequest
 
 INTERVAL = 0.1
 """Seconds between two looks at the running processes."""
-SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 SOURCE = Path(__file__).parents[2]
 """The folder of the package, for the workers."""
 
@@ -106,9 +104,6 @@ class _Processes:
     def __init__(self, training: SweepTraining, jobs: int, pretrained: Path | None) -> None:
         self.training, self.jobs, self.pretrained = training, jobs, pretrained
         self.threads = max(1, torch.get_num_threads() // jobs)
-        if training.workers is None:
-            most = default_workers_of_a_run(choose_device(training.device))
-            self.training = replace(training, workers=max(1, most // jobs))
         self.running: list[_Worker] = []
 
     def completed(self, runs: Sequence[PlannedRun]) -> Generator[PlannedRun, None, None]:
@@ -134,7 +129,7 @@ class _Processes:
                 raise Stopped(received())
 
     def _start(self, run: PlannedRun) -> None:
-        self.running.append(_Worker(run, RunRequest.of(run, self.training, self.pretrained, self.threads)))
+        self.running.append(_Worker(run, RunRequest.of(run, self.training, self.pretrained, self.threads), self.jobs))
         started = run.title if run.outcome is None else f"the evaluation of {run.title} on the test split"
         self.training.print(f"started {started}; its log is {run.folder / LOG}")
 
@@ -160,12 +155,16 @@ class _Processes:
 class _Worker:
     """A process that trains one run."""
 
-    def __init__(self, run: PlannedRun, request: RunRequest) -> None:
+    def __init__(self, run: PlannedRun, request: RunRequest, jobs: int) -> None:
         self.run, self.terminated = run, False
         self.stdin, self.stdout, self.stderr = (tempfile.TemporaryFile() for _ in range(3))  # noqa: SIM115
         self.stdin.write(json.dumps(request._asdict()).encode())
         self.stdin.seek(0)
-        own = {"OMP_NUM_THREADS": str(request.threads), "PYTHONPATH": os.pathsep.join([str(SOURCE), *sys.path])}
+        own = {
+            "OMP_NUM_THREADS": str(request.threads),
+            "LOCAL_WORLD_SIZE": str(jobs),  # as under torchrun: memory and data-loading processes are shared
+            "PYTHONPATH": os.pathsep.join([str(SOURCE), *sys.path]),
+        }
         inherited = {name: value for name, value in os.environ.items() if name not in SET_BY_TORCHRUN}
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "vitrail.training.sweep_worker"],
