@@ -113,7 +113,8 @@ CLI_EXCEPTIONS = {
     ("cli.app", "vitrail._version"): "the version, without importing anything else",
     ("cli.output", "vitrail.io"): "an error while writing to stdout becomes a message",
     ("cli.train", "vitrail.reports"): "the report of a finished run or sweep",
-    ("cli.train", "vitrail.training"): "the grid of a sweep is parsed and printed, and a signal sets the exit code",
+    ("cli.sweep", "vitrail.training"): "the grid of a sweep is parsed and printed",
+    ("cli.train", "vitrail.training"): "a sweep is typed by its arguments, and a signal sets the exit code",
 }
 
 

@@ -36,7 +36,7 @@ def tiny() -> Bundle:
 
 FUNCTIONS: dict[str, Callable[[object], object]] = {
     "train": lambda data: vitrail.train(data, quiet=True),
-    "sweep": lambda data: vitrail.sweep(data, over={"optimizer.lr": [0.1]}, quiet=True),
+    "sweep": lambda data: vitrail.sweep(data, over={"optimizer.lr": [0.1]}, quiet=True),  # type: ignore[call-overload]
     "embed": lambda data: vitrail.embed(tiny(), data, "features.npy"),  # type: ignore[call-overload]
     "probe": lambda data: vitrail.probe(tiny(), data),
     "open_data": lambda data: open_data(data),

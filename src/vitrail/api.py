@@ -41,6 +41,7 @@ from vitrail.tasks.classification_metrics import ClassificationMetrics
 from vitrail.tasks.metrics import Metrics
 from vitrail.tasks.task import Prediction
 from vitrail.text import printable, printable_path
+from vitrail.training.candidate_results import CandidateSweep
 from vitrail.training.recipe import Recipe, unknown_setting
 from vitrail.training.sweep import Sweep, sweep
 from vitrail.training.train import Run
@@ -49,6 +50,7 @@ from vitrail.training.train import train as train_run
 __all__ = [
     "Accelerated",
     "Benchmark",
+    "CandidateSweep",
     "ClassPrediction",
     "ClassificationMetrics",
     "Conversion",

@@ -175,7 +175,7 @@ def process_group(device: torch.device) -> Iterator[Processes]:
         )
     processes = Processes(*(_number(name) for name in names))
     if BY_TORCHRUN in os.environ:
-        _exit_with_launcher()
+        exit_with_launcher(os.getppid())
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
@@ -201,9 +201,9 @@ def process_group(device: torch.device) -> Iterator[Processes]:
 
 
 @functools.cache
-def _exit_with_launcher() -> None:
-    """Start a thread, once per process, that ends this process if only torchrun was killed."""
-    threading.Thread(target=_watch_launcher, args=(os.getppid(),), daemon=True, name="launcher").start()
+def exit_with_launcher(launcher: int) -> None:
+    """Start a thread, once per process, that ends this process if only its launcher was killed."""
+    threading.Thread(target=_watch_launcher, args=(launcher,), daemon=True, name="launcher").start()
 
 
 def _watch_launcher(launcher: int) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from vitrail.charts.axis import Axis, around, short
 from vitrail.charts.bars import Bar, Bin, bar_chart, reliability_diagram
+from vitrail.charts.dots import DotRow, dot_chart
 from vitrail.charts.heat import heat_map
 from vitrail.charts.lines import Series, line_chart, scatter
 from vitrail.charts.svg import escape
@@ -27,6 +28,7 @@ def charts(name: str) -> list[str]:
         scatter([Series(name, [1, 2, 3], [0.1, 0.2, 0.4])], title=name),
         bar_chart([Bar(name, 3.0), Bar("other", 5.0, name)], title=name),
         reliability_diagram([Bin(0.5, 1.0, 4, 0.8, 0.75)], title=name),
+        dot_chart([DotRow(name, [1, 2, 3], 2.0, (1.5, 2.5), name), DotRow("b", (), None)], title=name, x_label=name),
         heat_map([[0.5, 0.5], [0, 1]], rows=[name, "b"], columns=[name, "b"], title=name, x_label=name, y_label=name),
         heat_map(np.eye(70).tolist(), rows=[name] * 70, columns=[name] * 70, title=name),
     ]
@@ -178,3 +180,22 @@ def test_the_gap_of_an_overconfident_bin_is_drawn() -> None:
 
 def test_escape_covers_attributes() -> None:
     assert escape("a\"b'c<d>&") == "a&quot;b&#39;c&lt;d&gt;&amp;"
+
+
+def test_the_mean_of_dots_is_between_them() -> None:
+    """The tick of the mean is at the middle dot, the interval between the outer ones, and 100% is the end."""
+    svg = dot_chart([DotRow("a", [0.9, 0.94, 0.98], 0.94, (0.9, 0.98))], title="t", unit="percent")
+    root = ET.fromstring(svg)
+    dots = [float(circle.get("cx", "")) for circle in root.iter(f"{SVG}circle")]
+    interval, mean = (path.get("d", "") for path in root.iter(f"{SVG}path") if path.get("class") == "curve line1")
+    assert dots[1] == pytest.approx((dots[0] + dots[2]) / 2, abs=0.11)
+    assert float(mean[1:].split()[0]) == pytest.approx(dots[1], abs=0.11)
+    assert [float(end) for end in (interval[1:].split()[0], interval.split("H")[1])] == [dots[0], dots[2]]
+    assert "94.00%" in texts(svg)
+    assert "mean 94.00%, 95% interval 90.00% to 98.00%" in (root[1].text or "")
+
+
+def test_dots_without_values() -> None:
+    assert "nothing to draw" in texts(dot_chart([DotRow("a", (), None)], title="t"))
+    shown = texts(dot_chart([DotRow("a", [1.0], 1.0), DotRow("b", (), None, note="diverged")], title="t"))
+    assert {"a", "b", "diverged"} <= set(shown)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vitrail.errors import InputError
 from vitrail.metrics import intervals
 from vitrail.metrics.classification import balanced_accuracy, confusion_matrix, macro_f1
-from vitrail.metrics.intervals import bootstrap_mean, bootstrap_scores, wilson_interval
+from vitrail.metrics.intervals import bootstrap_mean, bootstrap_scores, t_interval, t_quantile, wilson_interval
 
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=60)
 
@@ -28,6 +28,22 @@ def test_wilson_at_the_ends() -> None:
     assert wilson_interval(0, 10).low == 0
     assert wilson_interval(10, 10).high == 1
     assert [round(100 * end, 1) for end in wilson_interval(354, 360)] == [96.4, 99.2]
+
+
+@PROPERTY
+@given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=30), st.sampled_from([0.5, 0.9, 0.95, 0.99]))
+def test_students_interval_is_scipys(values: list[float], level: float) -> None:
+    assert t_quantile((1 + level) / 2, len(values) - 1) == pytest.approx(
+        scipy.stats.t.ppf((1 + level) / 2, len(values) - 1), rel=1e-12
+    )
+    half = scipy.stats.t.ppf((1 + level) / 2, len(values) - 1) * scipy.stats.sem(values)
+    assert t_interval(values, level) == pytest.approx((np.mean(values) - half, np.mean(values) + half), abs=1e-7)
+
+
+def test_students_interval_of_one_value() -> None:
+    assert t_interval([0.5]) is None
+    with pytest.raises(InputError):
+        t_interval([])
 
 
 @PROPERTY

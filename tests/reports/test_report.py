@@ -479,5 +479,5 @@ def test_any_error_becomes_a_message(copy: Path) -> None:
 
 def test_a_rejected_candidate_explains_its_missing_result(copy: Path) -> None:
     (copy / "result.json").unlink()
-    (copy / "candidate.json").write_text("{}")
-    assert "candidate of a sweep" in read_run(copy).why_no_result
+    (copy / "outcome.json").write_text("{}")
+    assert "run of a sweep was not selected" in read_run(copy).why_no_result

@@ -36,9 +36,8 @@ from vitrail.errors import VitrailError
 from vitrail.inference.bulk_prediction import predict_files
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
-from vitrail.training.run_folder import write_json
-from vitrail.training.sweep import CANDIDATE, Outcome
-from vitrail.training.sweep import _recorded as _recorded_outcome
+from vitrail.training.run_folder import OUTCOME, write_json
+from vitrail.training.sweep_run import Outcome, recorded_outcome
 from vitrail.training.train import Run, train
 
 LONGEST_SENTENCE = 1_500
@@ -330,8 +329,8 @@ def _recorded(place: Path) -> object:
     return choose_images(place / "data", record=recorded_split(place / "run" / "best"))
 
 
-def _candidate(place: Path) -> None:
-    write_json(place / CANDIDATE, asdict(Outcome({"val_top1": 0.5, "val_loss": 1.25}, 3, 6, 2.5, None)))
+def _outcome(place: Path) -> None:
+    write_json(place / OUTCOME, asdict(Outcome({"val_top1": 0.5, "val_loss": 1.25}, 3, 6, 2.5, None)))
 
 
 # ── predictions ──
@@ -416,7 +415,7 @@ CASES: dict[str, Case] = {
     "index of a tar": Case(_old_tar, "cache/index/*.npz", _read_all("all.tar")),
     "index of a folder": Case(_old_images, "cache/index/*.npz", _read_all("data"), slow=True),
     "cache of a check": Case(_old_manifest, "cache/index/*.npz", _checked, slow=True),
-    "candidate of a sweep": Case(_candidate, "candidate.json", _recorded_outcome),
+    "outcome of a run of a sweep": Case(_outcome, "outcome.json", recorded_outcome),
     "table of the pixel cache": Case(_images, "cache/pixels/*/table.npz", _cached),
     "pixel cache": Case(_images, "cache/pixels/*/pixels.bin", _cached),
     "job": Case(_predictions("jsonl", stopped=True), "rows.jsonl.job.json", _resume("jsonl"), changes=True),

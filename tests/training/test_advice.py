@@ -75,8 +75,8 @@ def test_a_sweep_prints_data_messages_once(photos: Path, tmp_path: Path, capsys:
         assert shown.count(text) <= 1, text
     assert "WARNING: few photos" in shown
     assert "again.png" in shown, "conflicting labels are reported once, too"
-    for candidate in done.candidates:
-        log = (candidate.folder / "log.txt").read_text()
+    for run in done.runs:
+        log = (run.folder / "log.txt").read_text()
         assert log.count("WARNING: few photos") == 1, "the log of every run is complete"
         assert "again.png" in log
 

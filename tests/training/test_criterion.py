@@ -103,7 +103,7 @@ def test_a_sweep_selects_by_the_criterion(uneven: Path, tmp_path: Path) -> None:
         uneven, over={"optimizer.lr": [0.0001, 0.03]}, changes=changes, folder=tmp_path / "sweep",
         device="cpu", workers=0, quiet=True,
     )  # fmt: skip
-    losses = [candidate.outcome.metrics["val_loss"] for candidate in done.candidates]
+    losses = [run.outcome.metrics["val_loss"] for run in done.runs]
     assert (done.criterion, done.chosen.outcome.metrics["val_loss"]) == ("loss", min(losses))
     with pytest.raises(ConfigError, match=r"one criterion; set it with --set criterion"):
         combine({"criterion": ["loss", "accuracy"]}, ())

@@ -170,7 +170,7 @@ def test_a_sweep_over_fractions_evaluates_the_same_images(tmp_path: Path) -> Non
         workers=0,
         quiet=True,
     )
-    records = [split_of(candidate.folder) for candidate in sweep.candidates]
+    records = [split_of(candidate.folder) for candidate in sweep.runs]
     for split in ("val", "test"):
         assert len({tuple(record["names"][split]) for record in records}) == 1
     few, more, whole = records

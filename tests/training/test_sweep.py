@@ -47,7 +47,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 def record(folder: Path) -> dict[str, Any]:
     """Return sweep.json without times."""
     content: dict[str, Any] = json.loads((folder / "sweep.json").read_text())
-    for row in content["candidates"]:
+    for row in content["runs"]:
         assert row.pop("seconds") > 0
     return content
 
@@ -63,8 +63,8 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
 
 
 def test_selection_uses_the_validation_split(straight: Sweep) -> None:
-    slow, good, wild = straight.candidates
-    assert [candidate.folder.name for candidate in straight.candidates] == ["lr=0.01", "lr=0.1", "lr=1000"]
+    slow, good, wild = straight.runs
+    assert [candidate.folder.name for candidate in straight.runs] == ["lr=0.01", "lr=0.1", "lr=1000"]
     assert wild.outcome.metrics == {}
     assert "the loss is nan" in (wild.outcome.diverged or "")
     assert straight.chosen is good
@@ -78,7 +78,7 @@ def test_selection_uses_the_validation_split(straight: Sweep) -> None:
 
 
 def test_only_the_selected_run_has_a_result(straight: Sweep) -> None:
-    assert [c.folder.name for c in straight.candidates if (c.folder / "result.json").exists()] == ["lr=0.1"]
+    assert [c.folder.name for c in straight.runs if (c.folder / "result.json").exists()] == ["lr=0.1"]
     assert json.loads((straight.best.folder / "result.json").read_text())["images"] == 359
     assert "selected on these images" not in straight.best.summary
 
@@ -92,10 +92,10 @@ def test_ties_are_broken_by_the_loss(tmp_path: Path, capsys: pytest.CaptureFixtu
         "has the best accuracy on the validation split (tied with 1 other, and has the lowest loss of them); it is"
         in output
     )
-    first, second = (candidate.outcome for candidate in done.candidates)
+    first, second = (candidate.outcome for candidate in done.runs)
     assert first.metrics["val_top1"] == second.metrics["val_top1"]
     assert second.metrics["val_loss"] < first.metrics["val_loss"]
-    assert done.chosen is done.candidates[1]
+    assert done.chosen is done.runs[1]
 
 
 def test_finished_candidates_are_not_repeated(straight: Sweep) -> None:
@@ -118,31 +118,40 @@ def test_killed_and_resumed(straight: Sweep, tmp_path: Path) -> None:
     process.kill()
     process.wait()
     first = {path: when for path, when in moments(folder).items() if path.is_relative_to(folder / "lr=0.01")}
-    assert [row["folder"] for row in record(folder)["candidates"]] == ["lr=0.01"]
+    assert [row["folder"] for row in record(folder)["runs"]] == ["lr=0.01"]
     tried(folder, RATES)
     assert {path: moments(folder)[path] for path in first} == first
     actual, expected = record(folder), record(straight.folder)
-    for row in (*actual["candidates"], *expected["candidates"]):
+    for row in (*actual["runs"], *expected["runs"]):
         row["diverged"] = row["diverged"] and row["diverged"].split(";")[0]  # without the folder
     assert actual == expected
     assert (second / "metrics.jsonl").read_text() == (straight.best.folder / "metrics.jsonl").read_text()
 
 
+def test_two_runs_at_once_give_the_same_numbers(straight: Sweep, tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    sweep("digits", over=RATES, changes=TINY, folder=folder, device="cpu", workers=0, jobs=2, quiet=True)
+    actual, expected = record(folder), record(straight.folder)
+    for row in (*actual["runs"], *expected["runs"]):
+        row["diverged"] = row["diverged"] and row["diverged"].split(";")[0]  # without the folder
+    assert actual == expected
+
+
 def test_a_sweep_takes_more_values_later(straight: Sweep) -> None:
     before = moments(straight.folder)
     more = tried(straight.folder, {"optimizer.lr": [0.1, 0.03]})
-    assert [candidate.folder.name for candidate in more.candidates] == ["lr=0.1", "lr=0.03"]
+    assert [candidate.folder.name for candidate in more.runs] == ["lr=0.1", "lr=0.03"]
     assert before.items() <= moments(straight.folder).items()
 
 
 def test_the_spread_over_seeds(tmp_path: Path) -> None:
     done = tried(tmp_path / "sweep", {"seed": [0, 1], "optimizer.lr": [0.1, 0.2]})
-    assert [candidate.values for candidate in done.candidates] == [
+    assert [candidate.values for candidate in done.runs] == [
         {"seed": seed, "optimizer.lr": rate} for seed in (0, 1) for rate in (0.1, 0.2)
     ]
     assert [spread.values for spread in done.seeds] == [{"optimizer.lr": 0.1}, {"optimizer.lr": 0.2}]
     first = done.seeds[0]
-    scores = [done.candidates[number].outcome.metrics["val_top1"] for number in (0, 2)]
+    scores = [done.runs[number].outcome.metrics["val_top1"] for number in (0, 2)]
     assert (first.runs, first.low, first.high) == (2, min(scores), max(scores))
     assert first.mean == pytest.approx(sum(scores) / 2)
 
@@ -178,7 +187,7 @@ def test_candidates_do_not_read_the_test_split(tmp_path: Path) -> None:
                     file.write_text("no image")
     with pytest.raises(DataError):
         tried(tmp_path / "sweep", {"optimizer.lr": [0.01, 0.1]}, "batch=4", data=tmp_path / "data")
-    assert ["val_top1" in row["metrics"] for row in record(tmp_path / "sweep")["candidates"]] == [True, True]
+    assert ["val_top1" in row["metrics"] for row in record(tmp_path / "sweep")["runs"]] == [True, True]
 
 
 def test_the_table(straight: Sweep, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

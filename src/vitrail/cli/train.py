@@ -3,16 +3,13 @@
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from vitrail.cli.output import echo, print_table
+from vitrail.cli.output import echo
 from vitrail.cli.overrides import Keys, Overrides, read_overrides
-
-if TYPE_CHECKING:
-    from vitrail.training.sweep import Sweep
-    from vitrail.training.train import Run
+from vitrail.cli.sweep import print_candidates, print_sweep, sweep_source
 
 RECIPES = (
     "scratch-small",
@@ -57,9 +54,15 @@ def train(
         list[str] | None,
         typer.Option(
             help="Train with several values, such as optimizer.lr=.003,.01,.03, and keep the best on the "
-            "validation split. Can be repeated."
+            "validation split. Can be repeated. Or a TOML file with named candidates."
         ),
     ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Train only this candidate of the file given to --sweep. Can be repeated.")
+    ] = None,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Number of runs of a sweep to train at once, each in its own process.")
+    ] = 1,
     device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:1 or mps.")] = "auto",
     workers: Annotated[
         int | None,
@@ -68,25 +71,31 @@ def train(
 ) -> None:
     """Train or fine-tune an image classifier, and evaluate it. Rerun the same command to resume."""
     from vitrail.training.sessions import Stopped
+    from vitrail.training.sweep import sweep as run_sweep
     from vitrail.training.train import train as run_training
 
-    overrides = read_overrides(override)
+    settings: dict[str, Any] = {
+        "recipe": recipe,
+        "changes": changes or (),
+        "pretrained": pretrained,
+        "overrides": read_overrides(override),
+        "keys": keys,
+        "folder": run,
+        "device": device,
+        "workers": workers,
+    }
     is_main = os.environ.get("RANK", "0") == "0"  # set by torchrun
+    source = sweep_source(sweep, only, jobs)
     try:
-        if sweep:
-            done = _sweep(data, sweep, recipe, changes or [], pretrained, overrides, keys, run, device, workers)
+        if isinstance(source, Path):
+            print_candidates(run_sweep(data, candidates=source, only=only or (), jobs=jobs, **settings))
+            return
+        if source is None:
+            done = run_training(data, **settings)
         else:
-            done = run_training(
-                data,
-                recipe=recipe,
-                changes=changes or (),
-                pretrained=pretrained,
-                overrides=overrides,
-                keys=keys,
-                folder=run,
-                device=device,
-                workers=workers,
-            )
+            swept = run_sweep(data, over=source, jobs=jobs, **settings)
+            print_sweep(swept)
+            done = swept.best
     except Stopped as stopped:
         if is_main:
             echo("stopped; the run is saved, rerun the same command to resume it", err=True)
@@ -112,67 +121,3 @@ def _same_stream() -> bool:
         return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
     except OSError:
         return False
-
-
-def _sweep(
-    data: str,
-    texts: list[str],
-    recipe: str | None,
-    changes: list[str],
-    pretrained: str | None,
-    overrides: dict[str, Any],
-    keys: Path | None,
-    folder: Path | None,
-    device: str,
-    workers: int | None,
-) -> "Run":
-    """Run a sweep, print its results, and return the best run."""
-    from vitrail.training.grid import read_sweep
-    from vitrail.training.sweep import sweep
-
-    over = read_sweep(texts)
-    done = sweep(
-        data,
-        over=over,
-        recipe=recipe,
-        changes=changes,
-        pretrained=pretrained,
-        overrides=overrides,
-        keys=keys,
-        folder=folder,
-        device=device,
-        workers=workers,
-    )
-    _print_sweep(done, list(over))
-    return done.best
-
-
-def _print_sweep(done: "Sweep", keys: list[str]) -> None:
-    from vitrail.training.grid import format_value
-
-    headline, by = done.task.headline, done.task.criteria[done.criterion]
-    shown = [headline, *([by] if by.key not in (headline.key, "val_loss") else [])]
-    numbers = (*(f"val {one.name}" for one in shown), "val loss", "best step", "minutes")
-    rows = []
-    for candidate in done.candidates:
-        outcome = candidate.outcome
-        scores = ["–"] * (len(shown) + 2)
-        if outcome.metrics:
-            reached = [one.show(outcome.metrics[one.key]) for one in shown]
-            scores = [*reached, f"{outcome.metrics['val_loss']:.4f}", f"{outcome.best_step:,}"]
-        result = "diverged" if outcome.diverged else "best" if candidate is done.chosen else ""
-        values = [format_value(candidate.values[key]) for key in keys]
-        rows.append((*values, *scores, f"{outcome.seconds / 60:.1f}", result))
-    print_table((*keys, *numbers, "result"), rows, numbers=(*keys, *numbers))
-    for spread in done.seeds:
-        which = "".join(f"{key}={format_value(value)}, " for key, value in spread.values.items())
-        echo(
-            f"{which}{spread.runs} seeds: mean validation {headline.name} {headline.show(spread.mean)}, range "
-            f"{headline.show(spread.low)} to {headline.show(spread.high)}"
-        )
-    if done.seeds:
-        echo(
-            "The best of several seeds is partly luck: expect the mean from a new run. If the data has no splits, "
-            "every seed drew its own."
-        )
-    echo("")

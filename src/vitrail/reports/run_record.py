@@ -14,7 +14,7 @@ from vitrail.tasks.classification_metrics import ClassificationMetrics
 from vitrail.tasks.lookup import CLASSIFICATION, task_named
 from vitrail.tasks.metrics import Metrics
 from vitrail.tasks.task import Task
-from vitrail.training.run_folder import CHECK, LOCK, METRICS, ORIGIN, RECIPE, RESULT, SPLIT, SWEEP, MetricsFile
+from vitrail.training.run_folder import CHECK, LOCK, METRICS, ORIGIN, OUTCOME, RECIPE, RESULT, SPLIT, SWEEP, MetricsFile
 from vitrail.training.sessions import SESSIONS, read_sessions
 
 BEST = "best"
@@ -154,8 +154,8 @@ def _check_is_run(place: Path) -> None:
 
 
 def _why_not_evaluated(place: Path) -> str:
-    if (place / "candidate.json").exists():
-        return "This run is a candidate of a sweep that was not selected, so it was not evaluated on the test split."
+    if (place / OUTCOME).exists():
+        return "This run of a sweep was not selected, so it was not evaluated on the test split."
     return "The run has not finished, so it has not been evaluated on held-out images yet."
 
 

@@ -19,6 +19,7 @@ from vitrail.training.defaults import ResolvedDefault
 from vitrail.training.display import Status, defaults_lines, defaults_table
 from vitrail.training.run_folder import not_written
 
+LOG = "log.txt"
 PLAIN_INTERVAL = 15.0
 """Seconds between plain progress lines."""
 REFRESH_INTERVAL = 0.1
@@ -39,7 +40,7 @@ class RunConsole:
         printed: set[str] | None = None,
     ) -> None:
         """`printed`: messages about the data that earlier runs printed; this run only logs those, and adds its own."""
-        self.log_file = folder / "log.txt"
+        self.log_file = folder / LOG
         self.log = self.log_file.open("a", encoding="utf-8")
         self.quiet, self.task = quiet, task
         self.printed = set() if printed is None else printed

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -91,16 +91,21 @@ def combine(over: Mapping[str, Sequence[Any]], changes: Sequence[str]) -> list[d
     if not over:
         raise ConfigError("a sweep needs values to try, such as optimizer.lr=0.003,0.01,0.03")
     for key in over:
-        if fixed := next((name for name in FIXED if _overlap(key, name)), None):
-            raise ConfigError(f"a sweep over {key} would evaluate its runs on different images; use --set {fixed}=…")
-        if _overlap(key, "criterion"):
-            raise ConfigError("a sweep compares its runs by one criterion; set it with --set criterion=…")
-        if change := next((text for text in changes if _overlap(key, text.partition("=")[0].strip())), None):
+        check_comparable(key)
+        if change := next((text for text in changes if overlap(key, text.partition("=")[0].strip())), None):
             raise ConfigError(f"{key} is swept, but {change} sets it; leave one of them out")
     for one, other in combinations(over, 2):
-        if _overlap(one, other):
+        if overlap(one, other):
             raise ConfigError(f"{one} and {other} overlap: one is inside the other; leave one of them out")
     return [dict(zip(over, values, strict=True)) for values in product(*(_plain(key, over[key]) for key in over))]
+
+
+def check_comparable(key: str) -> None:
+    """Raise if runs that differ in a setting could not be compared."""
+    if fixed := next((name for name in FIXED if overlap(key, name)), None):
+        raise ConfigError(f"a sweep over {key} would evaluate its runs on different images; use --set {fixed}=…")
+    if overlap(key, "criterion"):
+        raise ConfigError("a sweep compares its runs by one criterion; set it with --set criterion=…")
 
 
 def _plain(key: str, values: Sequence[Any]) -> list[Any]:
@@ -115,7 +120,7 @@ def _plain(key: str, values: Sequence[Any]) -> list[Any]:
         ) from None
 
 
-def _overlap(one: str, other: str) -> bool:
+def overlap(one: str, other: str) -> bool:
     """Whether two dotted names are equal, or one is inside the other."""
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
@@ -128,25 +133,43 @@ def format_value(value: Any) -> str:
     return json.dumps(int(value) if integral else value, ensure_ascii=False)
 
 
-def plan_trials(
-    recipes: Sequence[tuple[dict[str, Any], Recipe]], data: str | Path, bundle: Bundle | None, device: str
-) -> list[Trial]:
-    """Resolve and validate every combination before the first is trained; drop duplicates."""
-    opened: dict[tuple[int, float, int | None], tuple[Splits, DataFacts]] = {}
-    trials: dict[str, Trial] = {}
-    for values, recipe in recipes:
-        # The seed draws the splits if the data does not define them.
+@dataclass(frozen=True)
+class TrialPlanner:
+    """Resolves and validates combinations of settings before the first of them is trained."""
+
+    data: str | Path
+    bundle: Bundle | None
+    device: str
+    opened: dict[tuple[int, float, int | None], tuple[Splits, DataFacts]] = field(default_factory=dict)
+    """The data by seed and subset: the seed draws the splits if the data does not define them."""
+
+    def splits(self, recipe: Recipe) -> Splits:
+        """Return the splits of a recipe; raise if the data has no validation split."""
+        return self._opened(recipe)[0]
+
+    def _opened(self, recipe: Recipe) -> tuple[Splits, DataFacts]:
         images = recipe.seed, recipe.data.fraction, recipe.data.per_class
-        if images not in opened:
-            splits = open_splits(data, recipe)
+        if images not in self.opened:
+            splits = open_splits(self.data, recipe)
             if splits.val is None:
                 raise ConfigError("a sweep selects on the validation split, but the data has none; set data.val=0.1")
-            opened[images] = splits, describe_data(splits.train, device)
-        splits, facts = opened[images]
-        plan = resolve_defaults(recipe, facts, bundle)
+            self.opened[images] = splits, describe_data(splits.train, self.device)
+        return self.opened[images]
+
+    def trial(self, values: dict[str, Any], recipe: Recipe) -> Trial:
+        """Resolve and validate a recipe with these values."""
+        splits, facts = self._opened(recipe)
+        plan = resolve_defaults(recipe, facts, self.bundle)
         _check(plan, splits)
-        trials.setdefault(plan.recipe.to_json(), Trial(values, recipe, plan))
-    return list(trials.values())
+        return Trial(values, recipe, plan)
+
+
+def distinct(trials: Sequence[Trial]) -> list[Trial]:
+    """Drop trials with the same resolved recipe as an earlier one."""
+    by_recipe: dict[str, Trial] = {}
+    for trial in trials:
+        by_recipe.setdefault(trial.plan.recipe.to_json(), trial)
+    return list(by_recipe.values())
 
 
 def _check(plan: TrainingPlan, splits: Splits) -> None:

@@ -203,14 +203,9 @@ def read_recipe(
     another task, what it says about classes is dropped.
     """
     table = json.loads(name.to_json()) if isinstance(name, Recipe) else _table(name)
-    if isinstance(changes, (str, Mapping)):
-        raise ConfigError(f"changes is {changes!r}; pass a list of strings: changes=['optimizer.lr=3e-4']")
     settings: list[tuple[str, Any]] = []
-    for change in changes:
-        path, equals, text = change.partition("=")
-        if not equals or not path.strip():
-            raise ConfigError(f"{change!r} is not a change; write optimizer.lr=3e-4")
-        check_name(path.strip(), text)
+    for path, text in split_changes(changes):
+        check_name(path, text)
         settings.append((path, read_value(text)))
     for path, value in (values or {}).items():
         check_name(path.strip(), str(value))
@@ -231,6 +226,30 @@ def _drop(table: dict[str, Any], names: Iterable[str]) -> None:
             table.get(section, {}).pop(leaf, None)
         else:
             table.pop(section, None)
+
+
+def split_changes(changes: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the name and the value of each change, as text."""
+    if isinstance(changes, (str, Mapping)):
+        raise ConfigError(f"changes is {changes!r}; pass a list of strings: changes=['optimizer.lr=3e-4']")
+    pairs = []
+    for change in changes:
+        path, equals, text = change.partition("=")
+        if not equals or not path.strip():
+            raise ConfigError(f"{change!r} is not a change; write optimizer.lr=3e-4")
+        pairs.append((path.strip(), text))
+    return pairs
+
+
+def check_option(path: str) -> None:
+    """Raise for a dotted name that no recipe has, and suggest the closest."""
+    names = option_names()
+    first, _, rest = path.partition(".")
+    known = path if not rest else f"{first}.{rest.partition('.')[0]}"
+    if known not in names:
+        full = full_name(path)
+        hint = f"; did you mean {full!r}?" if full is not None else suggest(path, names)
+        raise ConfigError(f"a recipe has no option {path!r}{hint}")
 
 
 def check_name(path: str, value: str) -> None:

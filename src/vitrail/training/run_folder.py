@@ -39,8 +39,8 @@ BUILT_IN = "digits"
 MOST_DIFFERENCES = 4
 LOCK = ".lock"
 """Present in every run folder from the start."""
-SWEEP = "sweep.json"
-"""Marks the folder of a sweep."""
+SWEEP, OUTCOME = "sweep.json", "outcome.json"
+"""Mark the folder of a sweep, and of each of its runs."""
 CURVES, EVENTS, TEST_PREDICTIONS = "curves.svg", "tensorboard", "test_predictions.parquet"
 
 

@@ -1,71 +1,46 @@
 """`sweep`: train combinations of settings, select one on the validation split, evaluate only it on the test split.
 
-sweep.json                 the candidates and their metrics
-lr=0.003/ lr=0.01/ …       the runs, each an ordinary run folder with a candidate.json
+sweep.json                 the runs and their metrics
+lr=0.003/ lr=0.01/ …       the runs, each an ordinary run folder with an outcome.json
+
+With `candidates`, a sweep compares named candidates instead (`candidate_sweep.py`).
 """
 
 import json
 import os
 import statistics
-import sys
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Never
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any, NamedTuple, Never, overload
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.sources.source import place_of
-from vitrail.errors import CheckpointError, ConfigError, Diverged
-from vitrail.io import ContentError, read_json
+from vitrail.errors import ConfigError, Diverged
 from vitrail.runtime import choose_device
 from vitrail.tasks.metrics import MetricSpec
 from vitrail.tasks.task import Task
-from vitrail.text import printable
-from vitrail.training.criterion import score, shared_criterion
+from vitrail.text import plural
+from vitrail.training.candidate_results import CandidateSweep
+from vitrail.training.candidate_sweep import sweep_candidates
+from vitrail.training.candidates import CandidateRecipes, read_candidates
+from vitrail.training.criterion import shared_criterion
 from vitrail.training.finetune_init import opened_pretrained
-from vitrail.training.grid import Trial, combine, plan_trials
+from vitrail.training.grid import Trial, TrialPlanner, combine, distinct
 from vitrail.training.recipe import Recipe, default_recipe, read_recipe, unknown_setting
-from vitrail.training.run_folder import (
-    METRICS,
-    RECIPE,
-    SWEEP,
-    MetricsFile,
-    best_row,
-    default_folder,
-    keep_recipe,
-    locked,
-    origin_of,
-    write_json,
+from vitrail.training.run_folder import SWEEP, locked, write_json
+from vitrail.training.sweep_pool import SweepPool
+from vitrail.training.sweep_run import (
+    PlannedRun,
+    SweepRun,
+    SweepTraining,
+    best_run,
+    check_folder,
+    check_recipe,
+    steps_of_each,
+    sweep_folder,
 )
-from vitrail.training.sessions import Stopped
-from vitrail.training.train import Run, train
-
-CANDIDATE = "candidate.json"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Validation metrics of a run's best checkpoint."""
-
-    metrics: dict[str, float]
-    """By their keys in the metrics file; empty if the run diverged."""
-    best_step: int | None
-    steps: int
-    seconds: float
-    diverged: str | None
-    """The error message of a run that diverged."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One of the runs of a sweep."""
-
-    values: dict[str, Any]
-    folder: Path
-    outcome: Outcome
+from vitrail.training.train import Run
 
 
 class Spread(NamedTuple):
@@ -81,53 +56,24 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Sweep:
-    """A finished sweep."""
+    """A finished sweep over all combinations of some settings."""
 
     folder: Path
-    candidates: list[Candidate]
-    chosen: Candidate
+    runs: list[SweepRun]
+    chosen: SweepRun
     best: Run
-    """The run of the selected candidate, evaluated on the test split."""
+    """The selected run, evaluated on the test split."""
     task: Task
     criterion: str
-    """The metric that selected the candidate."""
+    """The metric that selected the run."""
 
     @property
     def seeds(self) -> list[Spread]:
         """Spread over seeds for each combination of the other settings; empty if the seed is not swept."""
-        return _spreads(self.candidates, self.task.headline)
+        return _spreads(self.runs, self.task.headline)
 
 
-@dataclass(frozen=True)
-class _Training:
-    """The arguments that all candidates share."""
-
-    data: str | Path
-    pretrained: str | Path | Bundle | None
-    device: str
-    workers: int | None
-    quiet: bool
-    printed: set[str] = field(default_factory=set)
-    """Messages about the data that an earlier candidate has printed."""
-
-    def run(self, trial: Trial, folder: Path, evaluate_on: Literal["test", "val"]) -> Run:
-        return train(
-            self.data,
-            recipe=trial.recipe,
-            pretrained=self.pretrained,
-            folder=folder,
-            device=self.device,
-            workers=self.workers,
-            quiet=self.quiet,
-            evaluate_on=evaluate_on,
-            printed=self.printed,
-        )
-
-    def print(self, text: str) -> None:
-        if not self.quiet:
-            print(printable(text), file=sys.stderr, flush=True)
-
-
+@overload
 def sweep(
     data: str | Path = "digits",
     *,
@@ -140,155 +86,156 @@ def sweep(
     folder: str | Path | None = None,
     device: str = "auto",
     workers: int | None = None,
+    jobs: int = 1,
+    quiet: bool = False,
+) -> Sweep: ...
+
+
+@overload
+def sweep(
+    data: str | Path = "digits",
+    *,
+    candidates: str | Path | Mapping[str, Any],
+    only: Sequence[str] = (),
+    recipe: str | Path | Recipe | None = None,
+    changes: Sequence[str] = (),
+    pretrained: str | Path | Bundle | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    keys: str | Path | None = None,
+    folder: str | Path | None = None,
+    device: str = "auto",
+    workers: int | None = None,
+    jobs: int = 1,
+    quiet: bool = False,
+) -> CandidateSweep: ...
+
+
+def sweep(
+    data: str | Path = "digits",
+    *,
+    over: Mapping[str, Sequence[Any]] | None = None,
+    candidates: str | Path | Mapping[str, Any] | None = None,
+    only: Sequence[str] = (),
+    recipe: str | Path | Recipe | None = None,
+    changes: Sequence[str] = (),
+    pretrained: str | Path | Bundle | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    keys: str | Path | None = None,
+    folder: str | Path | None = None,
+    device: str = "auto",
+    workers: int | None = None,
+    jobs: int = 1,
     quiet: bool = False,
     **unknown: Never,
-) -> Sweep:
-    """Train every combination of some settings; return their validation metrics and the best run.
+) -> Sweep | CandidateSweep:
+    """Train several settings, select on the validation split, and evaluate what was selected on the test split.
 
-    `over` maps settings to values: {"optimizer.lr": [0.003, 0.01]}; the other arguments are those of `train`. The best
-    run is selected on the validation split by the recipe's criterion, with the loss as a tie-breaker; only that run is
-    evaluated on the test split. Call it again with the same arguments to resume an interrupted sweep.
+    `over` maps settings to values, {"optimizer.lr": [0.003, 0.01]}, and trains every combination. The best run is
+    selected by the recipe's criterion, with the loss as a tie-breaker; only that run is evaluated on the test split.
+
+    `candidates` is a TOML file with named candidates, or a mapping with the same content. Every combination of a
+    candidate's grid is trained with the first seed; the best one is trained with the other seeds as well, and all of
+    these runs are evaluated on the test split. `only` names the candidates to train.
+
+    `jobs` runs are trained at once, each in its own process. The other arguments are those of `train`. Call it again
+    with the same arguments to resume an interrupted sweep.
     """
     for argument in unknown:
         raise unknown_setting(sweep, argument, unknown[argument])
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("a sweep runs in one process; start it without torchrun, or train each candidate by itself")
+    if (over is None) == (candidates is None):
+        raise ConfigError("a sweep needs either values to try (over) or candidates; pass one of them")
+    if type(jobs) is not int or jobs < 1:
+        raise ConfigError(f"jobs is {jobs!r}; pass a number of runs, at least 1")
+    if only and candidates is None:
+        raise ConfigError("only selects candidates of a file; this sweep has none")
     data = place_of(data)
     kind = choose_device(device).type  # raises for an invalid device before anything is read
-    recipes = [
+    if candidates is not None:
+        file = read_candidates(candidates)
+        file.check_selection(only)
+        if file.recipe is not None and recipe is not None:
+            raise ConfigError(
+                f"{file.name} names the recipe {file.recipe}, and --recipe another; leave one of them out"
+            )
+        recipes = CandidateRecipes(file, recipe or file.recipe or default_recipe(pretrained), changes)
+        recipes.check(pretrained)
+        training = SweepTraining(data, opened_pretrained(pretrained, overrides, keys), device, workers, quiet)
+        return sweep_candidates(recipes, training, device=kind, only=only, jobs=jobs, folder=folder)
+    tried = [
         (values, read_recipe(recipe or default_recipe(pretrained), changes, values))
-        for values in combine(over, changes)
+        for values in combine(over or {}, changes)
     ]
-    for _, tried in recipes:
-        tried.check_pretrained(pretrained)
-    bundle = opened_pretrained(pretrained, overrides, keys)
-    training = _Training(data, bundle, device, workers, quiet)
-    trials = plan_trials(recipes, data, bundle, kind)
-    place = Path(folder) if folder is not None else _default_folder(trials, data, bundle)
-    if (place / RECIPE).exists():
-        raise ConfigError(f"{place} holds a run, not a sweep; choose another --run")
-    for trial in trials:
-        auto = trial.plan.recipe.batch == "auto"  # the run has recorded its resolved batch size
-        if (place / trial.folder_name / RECIPE).exists() and not auto:
-            keep_recipe(place / trial.folder_name, trial.plan.recipe)  # raises for a different recipe
+    for _, one in tried:
+        one.check_pretrained(pretrained)
+    training = SweepTraining(data, opened_pretrained(pretrained, overrides, keys), device, workers, quiet)
+    planner = TrialPlanner(data, training.pretrained, kind)
+    trials = distinct([planner.trial(values, one) for values, one in tried])
+    return _sweep_product(trials, training, jobs, folder, len(tried) - len(trials))
+
+
+def _sweep_product(
+    trials: Sequence[Trial], training: SweepTraining, jobs: int, folder: str | Path | None, dropped: int
+) -> Sweep:
+    """Train all combinations, select one, and evaluate it on the test split."""
+    place = Path(folder) if folder is not None else sweep_folder(trials, training)
+    runs = [PlannedRun(one.recipe, one.plan.steps, place / one.folder_name, one.title) for one in trials]
+    check_folder(place, "runs")
+    for trial, run in zip(trials, runs, strict=True):
+        check_recipe(trial, run.folder)
+    task = trials[0].plan.task
+    name = shared_criterion(task, (trial.plan.recipe.resolved_criterion() for trial in trials))
+    criterion = task.criteria[name]
+
+    def known() -> list[SweepRun]:
+        pairs = [(trial, run, run.outcome) for trial, run in zip(trials, runs, strict=True)]
+        return [SweepRun(trial.values, run.folder, outcome) for trial, run, outcome in pairs if outcome is not None]
+
     with locked(place):
-        candidates = _try_all(trials, place, training, len(recipes) - len(trials))
-        task = trials[0].plan.task
-        name = shared_criterion(task, (trial.plan.recipe.resolved_criterion() for trial in trials))
-        criterion = task.criteria[name]
-        chosen = _best(candidates, place, criterion)
         training.print(
-            f"{trials[candidates.index(chosen)].title} has the best {criterion.name} on the validation split"
-            f"{_tie(candidates, chosen, criterion)}; it is already trained, so only the evaluation on the test split "
+            f"the sweep is in {place}: {plural(len(trials), 'run')}, each trained in full for "
+            f"{steps_of_each(trials)} steps (shorten them with --set epochs=…)"
+        )
+        if dropped:
+            training.print(f"{dropped} {'duplicate is' if dropped == 1 else 'duplicates are'} dropped")
+        if not (place / SWEEP).exists():
+            _write(place, [], task.headline)  # marks the folder as a sweep
+        SweepPool(training, jobs, len(runs)).complete(runs, lambda: _write(place, known(), task.headline))
+        done = known()
+        chosen = best_run(done, criterion)
+        if chosen is None:
+            raise Diverged(f"every run of the sweep in {place} diverged; the first: {done[0].outcome.diverged}")
+        selected = next(run for run in runs if run.folder == chosen.folder)
+        training.print(
+            f"{selected.title} has the best {criterion.name} on the validation split"
+            f"{_tie(done, chosen, criterion)}; it is already trained, so only the evaluation on the test split "
             "is left"
         )
-        best = training.run(trials[candidates.index(chosen)], chosen.folder, "test")
-        _write(place, candidates, task.headline, chosen)
-    return Sweep(place, candidates, chosen, best, task, name)
+        best = training.run(selected.recipe, selected.folder, "test")
+        _write(place, done, task.headline, chosen)
+    return Sweep(place, done, chosen, best, task, name)
 
 
-def _default_folder(trials: Sequence[Trial], data: str | Path, pretrained: Bundle | None) -> Path:
-    place = default_folder(origin_of(data, pretrained), [trial.plan.recipe for trial in trials])
-    return place.with_name(f"{place.name}-sweep")
-
-
-def _try_all(trials: Sequence[Trial], place: Path, training: _Training, dropped: int) -> list[Candidate]:
-    """Train every unfinished candidate; update sweep.json after each."""
-    steps = sorted({trial.plan.steps for trial in trials})
-    each = f"{steps[0]:,}" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,}"
-    training.print(
-        f"the sweep is in {place}: {len(trials)} {'run' if len(trials) == 1 else 'runs'}, each trained in full for "
-        f"{each} steps (shorten them with --set epochs=…)"
-    )
-    if dropped:
-        training.print(f"{dropped} {'duplicate is' if dropped == 1 else 'duplicates are'} dropped")
-    candidates: list[Candidate] = []
-    headline = trials[0].plan.task.headline
-    if not (place / SWEEP).exists():
-        _write(place, candidates, headline)  # marks the folder as a sweep
-    for number, trial in enumerate(trials, 1):
-        folder = place / trial.folder_name
-        outcome = _recorded(folder)
-        training.print(f"{number} of {len(trials)}: {trial.title}{' is already finished' if outcome else ''}")
-        candidates.append(Candidate(trial.values, folder, outcome or _try(trial, folder, training)))
-        _write(place, candidates, headline)
-    return candidates
-
-
-def _try(trial: Trial, folder: Path, training: _Training) -> Outcome:
-    """Train or resume a candidate, without touching the test split."""
-    spent_before = _read(folder).get("seconds")
-    start = time.monotonic() - (spent_before if isinstance(spent_before, float) else 0.0)
-    try:
-        training.run(trial, folder, "val")
-    except Stopped:
-        write_json(folder / CANDIDATE, {"seconds": time.monotonic() - start})
-        raise
-    except Diverged as error:
-        training.print(str(error))
-        outcome = Outcome({}, None, trial.plan.steps, time.monotonic() - start, str(error))
-    else:
-        best = _best_row(folder, trial.plan.task)
-        reached = {name: value for name, value in best.items() if name.startswith("val_")}
-        outcome = Outcome(reached, best["step"], trial.plan.steps, time.monotonic() - start, None)
-    write_json(folder / CANDIDATE, asdict(outcome))
-    return outcome
-
-
-def _best_row(folder: Path, task: Task) -> dict[str, Any]:
-    """Return the validation row of a finished candidate's best checkpoint."""
-    best = best_row(MetricsFile.read(folder))
-    if best is None or not best.keys() >= {criterion.key for criterion in task.criteria.values()}:
-        raise CheckpointError(
-            f"{folder / METRICS} is corrupt; delete {folder}, and rerun the same command to train it again"
-        )
-    return best
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    """Read candidate.json; empty if it is corrupt, because the run can restore it."""
-    try:
-        content = read_json(folder / CANDIDATE)
-    except (OSError, ContentError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _recorded(folder: Path) -> Outcome | None:
-    content = _read(folder)
-    try:
-        return TypeAdapter(Outcome).validate_python(content)
-    except ValidationError:
-        return None
-
-
-def _best(candidates: Sequence[Candidate], place: Path, criterion: MetricSpec) -> Candidate:
-    done = [candidate for candidate in candidates if candidate.outcome.diverged is None]
-    if not done:
-        raise Diverged(f"every run of the sweep in {place} diverged; the first: {candidates[0].outcome.diverged}")
-    scores = {candidate.folder: score(candidate.outcome.metrics, criterion) for candidate in done}
-    return max(done, key=lambda candidate: (scores[candidate.folder].known, scores[candidate.folder]))
-
-
-def _tie(candidates: Sequence[Candidate], chosen: Candidate, criterion: MetricSpec) -> str:
+def _tie(runs: Sequence[SweepRun], chosen: SweepRun, criterion: MetricSpec) -> str:
     """Mention that the loss broke a tie, if it did."""
-    values = [one.outcome.metrics.get(criterion.key) for one in candidates]
+    values = [one.outcome.metrics.get(criterion.key) for one in runs]
     equal = values.count(chosen.outcome.metrics[criterion.key]) - 1
     if criterion.key == "val_loss" or not equal:
         return ""
     return f" (tied with {equal} {'other' if equal == 1 else 'others'}, and has the lowest loss of them)"
 
 
-def _spreads(candidates: Sequence[Candidate], headline: MetricSpec) -> list[Spread]:
-    """Group candidates that differ only in the seed."""
-    if not candidates or "seed" not in candidates[0].values:
+def _spreads(runs: Sequence[SweepRun], headline: MetricSpec) -> list[Spread]:
+    """Group runs that differ only in the seed."""
+    if not runs or "seed" not in runs[0].values:
         return []
     groups: dict[str, tuple[dict[str, Any], list[float]]] = {}
-    for candidate in candidates:
-        rest = {key: value for key, value in candidate.values.items() if key != "seed"}
+    for run in runs:
+        rest = {key: value for key, value in run.values.items() if key != "seed"}
         _, scores = groups.setdefault(json.dumps(rest), (rest, []))
-        if headline.key in candidate.outcome.metrics:
-            scores.append(candidate.outcome.metrics[headline.key])
+        if headline.key in run.outcome.metrics:
+            scores.append(run.outcome.metrics[headline.key])
     return [
         Spread(rest, len(scores), statistics.fmean(scores), min(scores), max(scores))
         for rest, scores in groups.values()
@@ -296,7 +243,7 @@ def _spreads(candidates: Sequence[Candidate], headline: MetricSpec) -> list[Spre
     ]
 
 
-def _write(place: Path, candidates: Sequence[Candidate], headline: MetricSpec, chosen: Candidate | None = None) -> None:
-    rows = [{"values": c.values, "folder": c.folder.name, **asdict(c.outcome)} for c in candidates]
-    seeds = [spread._asdict() for spread in _spreads(candidates, headline)]
-    write_json(place / SWEEP, {"candidates": rows, "best": chosen.folder.name if chosen else None, "seeds": seeds})
+def _write(place: Path, runs: Sequence[SweepRun], headline: MetricSpec, chosen: SweepRun | None = None) -> None:
+    rows = [{"values": run.values, "folder": run.folder.name, **asdict(run.outcome)} for run in runs]
+    seeds = [spread._asdict() for spread in _spreads(runs, headline)]
+    write_json(place / SWEEP, {"runs": rows, "best": chosen.folder.name if chosen else None, "seeds": seeds})
