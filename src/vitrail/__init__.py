@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vitrail.api import (
         Accelerated,
         Benchmark,
+        CandidateSweep,
         ClassificationMetrics,
         ClassPrediction,
         Conversion,
@@ -72,6 +73,7 @@ __all__ = [
     "Accelerated",
     "Benchmark",
     "Bundle",
+    "CandidateSweep",
     "CheckpointError",
     "ClassPrediction",
     "ClassificationMetrics",

@@ -2,11 +2,13 @@
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+import vitrail
 from vitrail.cli.output import echo
 from vitrail.cli.overrides import Keys, Overrides, read_overrides
 from vitrail.cli.sweep import print_candidates, print_sweep, sweep_source
@@ -71,8 +73,6 @@ def train(
 ) -> None:
     """Train or fine-tune an image classifier, and evaluate it. Rerun the same command to resume."""
     from vitrail.training.sessions import Stopped
-    from vitrail.training.sweep import sweep as run_sweep
-    from vitrail.training.train import train as run_training
 
     settings: dict[str, Any] = {
         "recipe": recipe,
@@ -88,14 +88,14 @@ def train(
     source = sweep_source(sweep, only, jobs)
     try:
         if isinstance(source, Path):
-            print_candidates(run_sweep(data, candidates=source, only=only or (), jobs=jobs, **settings))
+            print_candidates(vitrail.sweep(data, candidates=source, only=only or (), jobs=jobs, **settings))
             return
         if source is None:
-            done = run_training(data, **settings)
+            done = vitrail.train(data, **settings)
         else:
-            swept = run_sweep(data, over=source, jobs=jobs, **settings)
+            swept = vitrail.sweep(data, over=source, jobs=jobs, **settings)
             print_sweep(swept)
-            done = swept.best
+            done = replace(swept.best, report=_report(swept.best.folder))
     except Stopped as stopped:
         if is_main:
             echo("stopped; the run is saved, rerun the same command to resume it", err=True)
@@ -103,16 +103,19 @@ def train(
     if is_main and not _same_stream():  # else the log has just shown it
         echo(f"the best model is {done.folder / 'best'}; the run is in {done.folder}")
         echo(done.summary)
-    if is_main:
-        _report(done.folder)
+        if done.report is not None:
+            echo(f"the report is {done.report}")
 
 
-def _report(folder: Path) -> None:
-    """Write the report; a failure does not fail the run."""
-    from vitrail.reports.report import report_of_finished
-
-    path, message = report_of_finished(folder)
-    echo(message, err=path is None)
+def _report(folder: Path) -> Path | None:
+    """Write the report of the selected run; a failure does not fail the sweep."""
+    try:
+        path = vitrail.report(folder)
+    except vitrail.VitrailError as error:
+        echo(f"the report was not written: {error}", err=True)
+        return None
+    echo(f"the report is {path}", err=True)
+    return path
 
 
 def _same_stream() -> bool:
