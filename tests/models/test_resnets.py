@@ -58,6 +58,14 @@ def test_a_root_without_stride_keeps_small_images_large() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("stride", "side"), [(4, 4), (2, 8), (1, 16)])
+def test_the_stride_of_the_root(stride: int, side: int) -> None:
+    config = resnet_config(ResNet.model_validate({"depths": (1, 1), "width_factor": 0.5, "root_stride": stride}))
+    model = vitrail.create(config, image_size=32, classes=2)
+    assert config.patch_size == (2 * stride, 2 * stride)
+    assert model.features(torch.randn(1, 3, 32, 32), as_grid=True).tokens.shape == (1, 256, side, side)
+
+
 def test_any_image_size_of_whole_strides_fits() -> None:
     model = vitrail.create("R26/8", image_size=32, classes=10).eval()
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -26,6 +26,8 @@ class Series(NamedTuple):
     dashed: bool = False
     marks: bool = False
     """Whether each point has a marker with a tooltip."""
+    intervals: Sequence[tuple[float, float]] = ()
+    """An interval around each point, or none."""
 
 
 def line_chart(
@@ -35,6 +37,7 @@ def line_chart(
     x_label: str = "",
     y_label: str = "",
     log: bool = False,
+    x_log: bool = False,
     x_unit: Unit = "number",
     y_unit: Unit = "number",
     y_low: float | None = None,
@@ -43,8 +46,8 @@ def line_chart(
     height: float = 300,
     standalone: bool = True,
 ) -> str:
-    """Draw curves. With `log` the y axis is logarithmic, if all values are positive."""
-    axes = _axes(series, x_label, y_label, log, (x_unit, y_unit), y_low, y_high)
+    """Draw curves. With `log` or `x_log` an axis is logarithmic, if all its values are positive."""
+    axes = _axes(series, x_label, y_label, log, (x_unit, y_unit), y_low, y_high, x_log=x_log)
     if axes is None:
         return empty_drawing(title, "nothing to draw", width=width, height=height, standalone=standalone)
     names, top = legend([(one.name, one.colour, one.dashed) for one in series if one.name], width)
@@ -124,11 +127,16 @@ def _axes(
     low: float | None,
     high: float | None,
     start: float | None = None,
+    *,
+    x_log: bool = False,
 ) -> tuple[Axis, Axis] | None:
     xs = finite([value for one in series for value in one.x])
-    ys = finite([value for one in series for value in one.y])
+    ys = finite([value for one in series for value in (*one.y, *(end for ends in one.intervals for end in ends))])
     if not xs or not ys:
         return None
+    if x_log and min(xs) > 0:
+        x = around(xs, label=x_label, log=True, unit=units[0])
+        return x, around(ys, label=y_label, log=log, unit=units[1], low=low, high=high)
     if start is None:
         start = 0.0 if 0 <= min(xs) <= 0.25 * max(xs) else min(xs)
     x = around(xs, label=x_label, unit=units[0], low=start, high=max(xs) if max(xs) > start else None)
@@ -149,7 +157,16 @@ def _curve(one: Series, plot: Panel) -> str:
     kinds = f"curve line{shade(one.colour)}{' faint' if one.faint else ''}{' dashed' if one.dashed else ''}"
     line = f'<path class="{kinds}" d="M{path}">{titled(one.name) if one.name else ""}</path>'
     marked = len(points) == 1 or (one.marks and len(points) <= MAX_MARKS)
-    return line + (_marks(one, plot, 3.5) if marked else "")
+    return line + _intervals(one, plot) + (_marks(one, plot, 3.5) if marked else "")
+
+
+def _intervals(one: Series, plot: Panel) -> str:
+    """Return a vertical line over each interval."""
+    return "".join(
+        f'<path class="curve line{shade(one.colour)}" d="M{number(plot.across(x))} {number(plot.down(low))}'
+        f'V{number(plot.down(high))}"/>'
+        for x, (low, high) in zip(one.x, one.intervals, strict=False)
+    )
 
 
 def _marks(one: Series, plot: Panel, radius: float) -> str:

@@ -59,9 +59,9 @@ class ResNet(Frozen):
     width_factor: Annotated[float, Field(ge=0.5, le=64, multiple_of=0.5)] = 1.0
     """Multiplies the 64 channels of the root, and so those of every stage. A multiple of 0.5, because of GroupNorm's
     groups."""
-    root_stride: Literal[4, 1] = 4
-    """Stride of the root. 4: a 7×7 convolution of stride 2, then max-pooling. 1: a 3×3 convolution without stride or
-    pooling, for images of 32 or 64 pixels."""
+    root_stride: Literal[4, 2, 1] = 4
+    """Stride of the root. 4: a 7×7 convolution of stride 2, then max-pooling. 2 and 1, for images of 64 or 32 pixels: a
+    3×3 convolution with or without stride, and no pooling."""
     numerics: Literal["google", "timm"] = "google"
     """The epsilons: google divides by (std + 1e-5) and has GroupNorm eps 1e-6; timm divides by
     sqrt(var + 1e-8) and has eps 1e-5."""

@@ -136,8 +136,9 @@ def _hooked(stem: nn.Module, config: ViTConfig) -> list[tuple[str, str, nn.Modul
         case Hybrid():
             backbone, depths = stem.backbone, config.stem_resnet.depths
             pooled: tuple[nn.Module, Side] = (backbone.stages[0], "in") if depths else (backbone, "out")
-            root = "a 7×7 convolution, stride 2" if backbone.strided else "a 3×3 convolution"
-            pooling = [("ResNet root, pooled", "3×3 max pooling, stride 2", *pooled)] if backbone.strided else []
+            kernel, stride = backbone.stem.conv.kernel_size[0], backbone.stem.conv.stride[0]
+            root = f"a {kernel}×{kernel} convolution, stride {stride}"
+            pooling = [("ResNet root, pooled", "3×3 max pooling, stride 2", *pooled)] if backbone.pooled else []
             projected: list[tuple[str, str, nn.Module, Side]] = []
             if stem.proj is not None:
                 projected = [("feature map", f"{config.width} features per {h}×{w} pixels", stem.proj, "out")]

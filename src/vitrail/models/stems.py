@@ -131,8 +131,8 @@ class ResNetBackbone(nn.Module):
     def __init__(self, channels: int, config: ResNet) -> None:
         super().__init__()
         google, root = config.numerics == "google", config.root_channels
-        self.strided = config.root_stride > 1
-        self.stem = ConvNorm(channels, root, 7, 2, google) if self.strided else ConvNorm(channels, root, 3, 1, google)
+        self.pooled = config.root_stride == 4
+        self.stem = ConvNorm(channels, root, 7 if self.pooled else 3, min(2, config.root_stride), google)
         self.stages = nn.ModuleList()
         inputs = root
         for i, depth in enumerate(config.depths):
@@ -142,7 +142,7 @@ class ResNetBackbone(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute the feature map."""
         x = F.relu(self.stem(x))
-        if self.strided:
+        if self.pooled:
             # All values are non-negative after ReLU, so zero padding never wins the max.
             x = F.max_pool2d(pad_same(x, 3, 2), 3, 2)
         for stage in self.stages:

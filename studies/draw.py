@@ -1,0 +1,243 @@
+"""Draw the tables and charts of a study's page from its results.
+
+    python studies/draw.py pooling            # writes docs/studies/pooling.md and docs/studies/*.svg
+    python studies/draw.py --check            # is every page up to date?
+
+The results are studies/NAME/sweep.json and, for some studies, another JSON file next to it. On the page, the text
+between `<!-- drawn: … -->` and `<!-- end -->` is replaced; everything else is written by hand.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from vitrail.charts.dots import DotRow, dot_chart
+from vitrail.charts.lines import Series, line_chart
+from vitrail.metrics.intervals import t_interval
+
+ROOT = Path(__file__).resolve().parents[1]
+STUDIES, PAGES = ROOT / "studies", ROOT / "docs" / "studies"
+TINY_IMAGENET = 95_950
+"""Training images of Tiny-ImageNet, without the 5% for validation."""
+DRAWN = re.compile(r"(<!-- drawn: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+class Study(NamedTuple):
+    """The pieces of a page, by the names of their markers, and its charts, by file name."""
+
+    pieces: dict[str, str]
+    charts: dict[str, str]
+
+
+# ── numbers ──
+
+
+def percent(value: float | None) -> str:
+    """Format a fraction with one decimal."""
+    return "–" if value is None else f"{100 * value:.1f}"
+
+
+def estimate(values: list[float]) -> str:
+    """Format the mean and the 95% t-interval of some fractions: 71.3 (70.8–71.8)."""
+    interval = t_interval(values)
+    if interval is None:
+        return f"{percent(fmean(values))} (one seed)"
+    low, high = interval
+    return f"{percent(fmean(values))} ({percent(max(0.0, low))}–{percent(min(1.0, high))})"
+
+
+def tested(candidate: dict[str, Any]) -> list[float]:
+    """Return the test accuracy of each seed."""
+    return [run["test"]["top1"] for run in candidate["seeds"] if run["test"] is not None]
+
+
+def table(header: list[str], rows: list[list[str]], left: int = 1) -> str:
+    """Return a Markdown table; the first `left` columns are text."""
+    ruler = ["---" if index < left else "---:" for index in range(len(header))]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, ruler, *rows]) + "\n"
+
+
+def learning_rate(candidate: dict[str, Any]) -> str:
+    """Return the selected learning rate, marked if it is the lowest or highest that was tried."""
+    rate = (candidate["values"] or {}).get("optimizer.lr")
+    if rate is None:
+        return "–"
+    return f"{rate:g}{' (edge)' if 'optimizer.lr' in candidate['at_edge'] else ''}"
+
+
+def cost(sweep: dict[str, Any]) -> str:
+    """Return on what the sweep ran, how many runs it had and how long they took together."""
+    folders = {run["folder"] for candidate in sweep["candidates"] for run in candidate["seeds"] + candidate["tried"]}
+    minutes = sweep["seconds"] / 60
+    return (
+        f"{len(folders)} runs on {sweep['device']}, {minutes:.0f} minutes in total if run one after the other "
+        f"(several ran at once); torch {sweep['torch']}, vitrail {sweep['vitrail']}.\n"
+    )
+
+
+def read(name: str, file: str = "sweep.json") -> Any:
+    """Read a result of a study."""
+    return json.loads((STUDIES / name / file).read_text(encoding="utf-8"))
+
+
+def by_name(sweep: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the candidates by their names."""
+    return {candidate["name"]: candidate for candidate in sweep["candidates"]}
+
+
+# ── studies ──
+
+
+def data_size() -> Study:
+    """Accuracy against the number of training images, for each model."""
+    sweep = read("data-size")
+    candidates, models = by_name(sweep), {"vit": "ViT", "vit-conv": "ViT, conv stem", "resnet": "ResNet"}
+    percents = [1, 3, 10, 30, 100]
+    images = {share: round(share / 100 * TINY_IMAGENET) for share in percents}
+    rows, series = [], []
+    for colour, (key, title) in enumerate(models.items(), start=1):
+        results = {share: tested(candidates[f"{key}-{share}"]) for share in percents}
+        rows.append([title, *(estimate(results[share]) for share in percents)])
+        spans = [t_interval(results[share]) or (fmean(results[share]),) * 2 for share in percents]
+        means = [fmean(results[share]) for share in percents]
+        series.append(Series(title, list(images.values()), means, colour, marks=True, intervals=spans))
+    chart = line_chart(
+        series, title="Test accuracy against the number of training images", x_label="training images", x_log=True,
+        x_unit="integer", y_unit="percent", y_label="accuracy", width=640, height=360,
+    )  # fmt: skip
+    header = ["test accuracy, %", *(f"{share}%: {images[share]:,}" for share in percents)]
+    rates = [
+        [title, *(learning_rate(candidates[f"{key}-{share}"]) for share in percents)] for key, title in models.items()
+    ]
+    pieces = {
+        "table": table(header, rows),
+        "rates": table(["learning rate", *(f"{share}%" for share in percents)], rates),
+        "cost": cost(sweep),
+    }
+    return Study(pieces, {"data-size.svg": chart})
+
+
+def positions() -> Study:
+    """Accuracy of each kind of position embedding, and on shuffled patches."""
+    sweep, shuffled = read("positions"), read("positions", "shuffled.json")
+    rows = [
+        [one["name"], estimate(tested(one)), percent(fmean(shuffled[one["name"]])), learning_rate(one)]
+        for one in sweep["candidates"]
+    ]
+    header = ["positions", "test accuracy, %", "patches shuffled, %", "learning rate"]
+    return Study({"table": table(header, rows), "cost": cost(sweep)}, {"positions.svg": dots(sweep)})
+
+
+def pooling() -> Study:
+    """Accuracy of each pooling, and validation accuracy at each learning rate."""
+    sweep = read("pooling")
+    series = []
+    for colour, candidate in enumerate(sweep["candidates"], start=1):
+        tried = sorted((run["values"]["optimizer.lr"], run["metrics"].get("val_top1")) for run in candidate["tried"])
+        points = [(rate, value) for rate, value in tried if value is not None]
+        rates, values = [rate for rate, _ in points], [value for _, value in points]
+        series.append(Series(candidate["name"], rates, values, colour, marks=True))
+    chart = line_chart(
+        series, title="Validation accuracy against the learning rate (one seed)", x_label="learning rate", x_log=True,
+        y_unit="percent", y_label="accuracy", width=640, height=340,
+    )  # fmt: skip
+    rates = [run["values"]["optimizer.lr"] for run in sweep["candidates"][0]["tried"]]
+    rows = [
+        [one["name"], estimate(tested(one)), learning_rate(one), *(percent(at(one, rate)) for rate in rates)]
+        for one in sweep["candidates"]
+    ]
+    header = ["pooling", "test accuracy, %", "learning rate", *(f"val at {rate:g}" for rate in rates)]
+    return Study({"table": table(header, rows), "cost": cost(sweep)}, {"pooling.svg": chart})
+
+
+def at(candidate: dict[str, Any], rate: float) -> float | None:
+    """Return the validation accuracy at a learning rate; None if the run diverged."""
+    for run in candidate["tried"]:
+        if run["values"]["optimizer.lr"] == rate:
+            value: float | None = run["metrics"].get("val_top1")
+            return value
+    return None
+
+
+def resolution() -> Study:
+    """Accuracy at other resolutions before and after fine-tuning."""
+    sweep, measured = read("resolution"), read("resolution", "resolution.json")
+    sizes = sorted({row["size"] for row in measured})
+    kinds = dict.fromkeys((row["candidate"], row["method"]) for row in measured)
+    pieces = {"cost": cost(sweep)}
+    for moment in ("before", "after"):
+        rows = []
+        for candidate, method in kinds:
+            cells = []
+            for size in sizes:
+                found = [row[moment] for row in measured if (row["candidate"], row["method"], row["size"])
+                         == (candidate, method, size)]  # fmt: skip
+                cells.append(estimate(found) if found else "–")
+            rows.append([candidate, method if candidate == "learned" else "none needed", *cells])
+        pieces[moment] = table(["positions", "resampling", *(f"{size} pixels" for size in sizes)], rows, left=2)
+    return Study(pieces, {})
+
+
+def dots(sweep: dict[str, Any]) -> str:
+    """Return a dot chart of the test accuracies."""
+    rows = []
+    for one in sweep["candidates"]:
+        values = tested(one)
+        rows.append(DotRow(one["name"], values, fmean(values), t_interval(values)))
+    label = "dots: seeds; line: mean and 95% interval"
+    return dot_chart(rows, title="Test accuracy", x_label=label, unit="percent", width=680)
+
+
+STUDIES_BY_NAME: dict[str, Callable[[], Study]] = {
+    "data-size": data_size,
+    "positions": positions,
+    "pooling": pooling,
+    "resolution": resolution,
+}
+
+
+# ── pages ──
+
+
+def filled(page: str, pieces: dict[str, str]) -> str:
+    """Return a page with its drawn pieces replaced."""
+    return DRAWN.sub(lambda match: f"{match[1]}{pieces[match[2]]}{match[3]}", page)
+
+
+def outputs(name: str) -> dict[Path, str]:
+    """Return the files of a study's page as they should be."""
+    study, page = STUDIES_BY_NAME[name](), PAGES / f"{name}.md"
+    charts = {PAGES / file: chart for file, chart in study.charts.items()}
+    return {page: filled(page.read_text(encoding="utf-8"), study.pieces), **charts}
+
+
+def finished() -> list[str]:
+    """Return the studies that have results."""
+    return [name for name in STUDIES_BY_NAME if (STUDIES / name / "sweep.json").exists()]
+
+
+def main() -> None:
+    """Draw or check the pages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help=f"studies: {', '.join(STUDIES_BY_NAME)}; by default all with results")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
+    args = parser.parse_args()
+    unknown = [name for name in args.names if name not in STUDIES_BY_NAME]
+    if unknown:
+        parser.error(f"no study is called {unknown[0]!r}; choose from {', '.join(STUDIES_BY_NAME)}")
+    for name in args.names or finished():
+        for path, content in outputs(name).items():
+            if not args.check:
+                path.write_text(content, encoding="utf-8")
+                print(path.relative_to(ROOT))
+            elif not path.exists() or path.read_text(encoding="utf-8") != content:
+                sys.exit(f"{path.relative_to(ROOT)} is out of date; run python studies/draw.py {name}")
+
+
+if __name__ == "__main__":
+    main()
