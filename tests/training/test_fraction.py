@@ -4,6 +4,7 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +126,14 @@ def test_class_weights_are_those_of_the_subset(photos: Path, tmp_path: Path) -> 
     assert same(weights(tmp_path / "0"), weights(tmp_path / "1"))
 
 
-def test_an_interrupted_run_resumes_exactly(tmp_path: Path) -> None:
-    changes = [word for change in (*TINY, "data.fraction=0.3", "mixing.mixup=0.2") for word in ("--set", change)]
+RESNET = ("model.stem=resnet", "model.depth=0", "model.width=128", "model.heads=1", "model.patch_size=1",
+          "model.resnet={depths=[1],width_factor=0.5,root_stride=1}", "model.position=none", "model.class_token=none",
+          "model.pool=mean", "model.final_norm=none", "steps=6", "batch=16", "evaluations=2")  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", [TINY, RESNET], ids=["vit", "resnet"])
+def test_an_interrupted_run_resumes_exactly(settings: Sequence[str], tmp_path: Path) -> None:
+    changes = [word for change in (*settings, "data.fraction=0.3", "mixing.mixup=0.2") for word in ("--set", change)]
     words = ["train", "digits", "--device", "cpu", "--workers", "0", *changes, "--run"]
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     done = forked_commands.run(*words, str(straight), timeout=300)
