@@ -3,6 +3,7 @@
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -171,3 +172,22 @@ def test_serve_names_models_and_the_missing_extra(monkeypatch: pytest.MonkeyPatc
         vitrail.ConfigError, match=r"not installed \(starlette, uvicorn, .*pip install 'vitrail\[serve\]'"
     ):
         vitrail.serve("bundle")
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        ("train", {"evaluate_on": "tets"}, "evaluate_on is 'tets'; choose 'test' or 'val'"),
+        ("check", {"size": "big"}, "size is 'big'; it should be the image size"),
+        ("predict", {"images": "digits", "top": "3"}, "top is '3'; it should be a whole number"),
+        ("figures", {"only": "filters"}, "only is 'filters'; pass a list of figures"),
+        ("bench", {"precisions": "float32"}, "precisions is 'float32'; pass a list"),
+    ],
+)
+def test_arguments_of_the_wrong_type(
+    function: str, arguments: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = "digits" if function in ("train", "check") else tiny_bundle()
+    with pytest.raises(vitrail.ConfigError, match=message):
+        getattr(vitrail, function)(first, **arguments)

@@ -89,9 +89,9 @@ def test_many_in_one_list_out(classifier: Classifier, tmp_path: Path) -> None:
 def test_top(classifier: Classifier) -> None:
     assert len(classifier(tiny_pixels(0), top=1).names) == 1
     assert len(classifier(tiny_pixels(0), top=50).names) == 3
-    with pytest.raises(ConfigError, match="top is 0; it should be 1 or more"):
+    with pytest.raises(ConfigError, match="top is 0; it should be a whole number, 1 or more"):
         classifier.predict(tiny_pixels(0), top=0)
-    with pytest.raises(ConfigError, match="batch is 0; it should be 1 or more"):
+    with pytest.raises(ConfigError, match="batch is 0; it should be a whole number, 1 or more"):
         classifier.predict(tiny_pixels(0), batch=0)
 
 

@@ -1,6 +1,7 @@
 """Plain ResNets: the `resnet` stem without encoder blocks."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from tests.support.peers import import_peer, relative_error, scramble
 
 import vitrail
-from vitrail.errors import ConfigError, InputError
+from vitrail.errors import CheckpointError, ConfigError, InputError
 from vitrail.explanations.request import Method
 from vitrail.models.config import ResNet, ViTConfig
 from vitrail.models.variants import resnet_config, variant_config
@@ -114,3 +115,17 @@ def test_heads_matter_only_with_attention() -> None:
     with pytest.raises(ConfigError, match="width 1024 is not a multiple of heads 7"):
         variant_config("R26/8").replace(heads=7, pool="map")
     assert isinstance(variant_config("R26/8"), ViTConfig)
+
+
+def test_no_format_holds_a_resnet(tmp_path: Path) -> None:
+    bundle = vitrail.Bundle(ViT(resnet_config(ResNet(depths=(1,), width_factor=0.5)).replace(image_size=16, classes=2)),
+                            vitrail.Preprocess(size=(16, 16)), ("a", "b"))  # fmt: skip
+    for to in ("timm", "google", "transformers"):
+        with pytest.raises(CheckpointError, match=f"{to} has no ResNet without encoder blocks; vitrail export"):
+            vitrail.convert(bundle, tmp_path / to, to=to)
+
+
+def test_the_papers_options_are_not_for_a_resnet(tmp_path: Path) -> None:
+    changes = ["model.name=R26/8", "model.image_size=8", "model.paper=true"]
+    with pytest.raises(ConfigError, match="asks for the ViT paper's model, but R26/8 is a ResNet"):
+        vitrail.train("digits", changes=changes, folder=tmp_path / "run", device="cpu", quiet=True)

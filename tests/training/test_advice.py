@@ -8,6 +8,7 @@ from PIL import Image
 
 from vitrail.checkpoints.locate import parse
 from vitrail.metrics.baselines import PRETRAINED
+from vitrail.models.config import ViTConfig
 from vitrail.tasks.lookup import CLASSIFICATION
 from vitrail.training.defaults import FEW, DataFacts, before_training
 from vitrail.training.run_logger import gap_warning
@@ -22,7 +23,7 @@ TINY = ["model.width=16", "model.depth=1", "model.heads=1", "model.patch_size=16
     [(551, 300, True, True), (551, 300, False, False), (FEW, 300, True, False), (551, 28, True, False)],
 )
 def test_training_from_scratch_on_few_photos_warns(images: int, side: int, fresh: bool, warns: bool) -> None:
-    result = before_training(DataFacts(images, ("cat", "dog"), side, grey=False), fresh=fresh)
+    result = before_training(DataFacts(images, ("cat", "dog"), side, grey=False), ViTConfig(), fresh=fresh)
     assert bool(result) == warns
     if warns:
         assert result[0].startswith("few photos: training from scratch on 551 images")

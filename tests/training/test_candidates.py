@@ -95,7 +95,7 @@ BAD: dict[str, tuple[str, str]] = {
     "no folder": ('[candidate."a/b"]', "[candidate.a/b]: the name 'a/b' cannot be a folder"),
     "hidden folder": ('[candidate.".a"]', "cannot be a folder"),
     "no table": ("[candidate]\na = 3", "[candidate.a]: it is 3; write a table of settings"),
-    "no seeds": ("seeds = []\n" + A, "seeds is []; write different integers, such as seeds = [0, 1, 2]"),
+    "no seeds": ("seeds = []\n" + A, "seeds is []; write different integers from 0 on, such as seeds = [0, 1, 2]"),
     "one seed": ("seeds = 3\n" + A, "seeds is 3; write different integers"),
     "seeds of text": ('seeds = ["a"]\n' + A, "seeds is ['a']; write different integers"),
     "seeds that are not whole": ("seeds = [1.5]\n" + A, "seeds is [1.5]"),
@@ -109,7 +109,14 @@ BAD: dict[str, tuple[str, str]] = {
     "short name": (A + "lr = 0.1", "[candidate.a]: a recipe has no option 'lr'; did you mean 'optimizer.lr'?"),
     "typo in a grid": (A + '[candidate.a.over]\n"optimizer.lrr" = [1]', "[candidate.a.over]: a recipe has no option"),
     "no list": (A + '[candidate.a.over]\n"optimizer.lr" = 1', "[candidate.a.over]: optimizer.lr is 1; write a list"),
-    "empty list": ('[over]\n"optimizer.lr" = []\n' + A, "[over]: optimizer.lr is []; write a list of values"),
+    "empty list": (
+        '[over]\n"optimizer.lr" = []\n' + A,
+        "[over]: optimizer.lr is []; write a list with at least one value",
+    ),
+    "a value twice": (
+        '[over]\n"optimizer.lr" = [0.1, 0.1]\n' + A,
+        "optimizer.lr is [0.1, 0.1]; write different values",
+    ),
     "set and swept": (
         '[set]\n"optimizer.lr" = 1\n[over]\n"optimizer.lr" = [1]\n' + A,
         "[over]: optimizer.lr has several values, but [set] sets optimizer.lr; leave one of them out",

@@ -197,6 +197,8 @@ def _plan(bundle: Bundle, path: Path, to: Target, own: Family | None) -> _Plan:
     config = bundle.model.config
     family = own or next((family for family in FAMILIES if family.name == to), None)
     folder = family is None or to in _IN_TRANSFORMERS or (to == "timm" and path.suffix not in SUFFIXES)
+    if family is not None and not config.depth:
+        raise CheckpointError(f"{to} has no ResNet without encoder blocks; vitrail export writes ONNX")
     if unsupported := family.unsupported(config) if family is not None else []:
         hint = "; vitrail export writes ONNX, and models trained with --set model.paper=true can be converted"
         ours = bundle.provenance.get("source") == "trained from scratch"

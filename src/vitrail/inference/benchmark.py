@@ -88,6 +88,8 @@ def bench(
 
 def _selected(words: Sequence[str] | None, valid: tuple[Word, ...], what: str) -> list[Word]:
     """Return the requested values, or all of them; raise on an unknown one."""
+    if isinstance(words, str):
+        raise ConfigError(f"{what}s is {words!r}; pass a list: [{words!r}]")
     for word in words or ():
         if word not in valid:
             raise ConfigError(f"no {what} is called {word!r}; there are {', '.join(valid)}{suggest(word, valid)}")

@@ -18,6 +18,7 @@ from vitrail.data.inputs import ImageInput, fitted, is_one, item_of, name_of, no
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Pixels
 from vitrail.errors import ConfigError, Diverged, VitrailError
+from vitrail.models.checks import as_int
 from vitrail.runtime import Precision, autocast, choose_device
 from vitrail.tasks.classification import ClassPrediction
 from vitrail.tasks.lookup import CLASSIFICATION, task_of
@@ -146,8 +147,8 @@ class Classifier(Predictor[ClassPrediction]):
 def check_counts(top: int, batch: int) -> None:
     """Raise unless `top` and `batch` are positive."""
     for what, number in (("top", top), ("batch", batch)):
-        if number < 1:
-            raise ConfigError(f"{what} is {number}; it should be 1 or more")
+        if as_int(number) is None or number < 1:
+            raise ConfigError(f"{what} is {number!r}; it should be a whole number, 1 or more")
 
 
 def check_precision(precision: str) -> Precision:

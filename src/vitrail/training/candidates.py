@@ -124,7 +124,9 @@ class _Reader:
             return None
         whole = isinstance(seeds, list) and all(type(seed) is int and seed >= 0 for seed in seeds)
         if not whole or not seeds or len(set(seeds)) < len(seeds):
-            raise ConfigError(f"{self.name}: seeds is {seeds!r}; write different integers, such as seeds = [0, 1, 2]")
+            raise ConfigError(
+                f"{self.name}: seeds is {seeds!r}; write different integers from 0 on, such as seeds = [0, 1, 2]"
+            )
         return list(seeds)
 
     def _candidate(self, name: str, table: Any, default: dict[str, list[Any]], shared: dict[str, Any]) -> Candidate:
@@ -174,7 +176,9 @@ class _Reader:
             if twice := next((other for other in shared if overlap(key, other)), None):
                 raise self._error(where, f"{key} has several values, but [set] sets {twice}; leave one of them out")
             if not isinstance(values, list) or not values:
-                raise self._error(where, f"{key} is {values!r}; write a list of values")
+                raise self._error(where, f"{key} is {values!r}; write a list with at least one value")
+            if any(value in values[:place] for place, value in enumerate(values)):
+                raise self._error(where, f"{key} is {values!r}; write different values")
             grid[key] = [None if value == "none" else value for value in values]
         return grid
 

@@ -153,15 +153,15 @@ def steps_per_epoch_text(images: int, batch: int) -> str:
     return f"about {steps:,} {'step' if steps == 1 else 'steps'} per epoch of {images:,} images"
 
 
-def before_training(facts: DataFacts, *, fresh: bool) -> list[str]:
+def before_training(facts: DataFacts, model: ViTConfig, *, fresh: bool) -> list[str]:
     """Return warnings about training from scratch on few photos, with what to do instead; usually empty."""
     if not fresh or facts.images >= FEW or facts.side <= SMALL_SIDE:
         return []
     repository = PRETRAINED.removeprefix("timm:")
+    why = "a Vision Transformer has no built-in knowledge of images and" if model.depth else "the model"
     return [
         f"few photos: training from scratch on {facts.images:,} images. Expect much lower accuracy than with a "
-        "pretrained model: a Vision Transformer has no built-in knowledge of images and must learn edges, textures and "
-        "shapes from these images alone",
+        f"pretrained model: {why} must learn edges, textures and shapes from these images alone",
         f"better: start from a pretrained model, --from {PRETRAINED} (on a CPU add --recipe linear-probe). Without a "
         f"network: run hf download timm/{repository} --local-dir vit-small elsewhere, copy the folder here and use "
         "--from vit-small",
@@ -197,7 +197,12 @@ def _model(recipe: Recipe, facts: DataFacts, pretrained: Bundle | None, defaults
         return planned_config(pretrained, recipe.pretrained or FinetuneInit(), fields, classes)
     name = fields.pop("name", None)
     if name is not None:
-        return variant_config(name).replace(**{**fields, "classes": classes})
+        config = variant_config(name).replace(**{**fields, "classes": classes})
+        if paper and not config.depth:
+            raise ConfigError(
+                f"model.paper asks for the ViT paper's model, but {name} is a ResNet; leave one of them out"
+            )
+        return config
     return ViTConfig.model_validate({**_small_model(facts, fields, defaults), **fields, "classes": classes})
 
 

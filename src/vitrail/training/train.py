@@ -66,6 +66,8 @@ def train(
     call without it gives the test result later. `printed` holds messages about the data that earlier runs have printed
     and this one need not repeat; this run adds its own.
     """
+    if evaluate_on not in ("test", "val"):
+        raise ConfigError(f"evaluate_on is {evaluate_on!r}; choose 'test' or 'val'")
     data, chosen = place_of(data), choose_device(device)
     with process_group(chosen) as processes, Ranks(processes, chosen).reporting_lost_ranks() as ranks:
         with ranks.together(), ranks.main_first():
@@ -114,7 +116,7 @@ def _request(
     splits = open_splits(data, recipe)
     facts = describe_data(splits.train, device.type)
     plan = resolve_defaults(recipe, facts, bundle)
-    advice = before_training(facts, fresh=bundle is None)
+    advice = before_training(facts, plan.model, fresh=bundle is None)
     origin = origin_of(data, bundle)
     place = Path(folder) if folder is not None else default_folder(origin, [plan.recipe])
     check_outside_data(place, origin)

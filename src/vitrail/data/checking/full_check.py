@@ -66,6 +66,8 @@ def check(
     With `images_per_second`, the training speed of your device, `bounds` says how many workers it needs. `sheet` is a
     PNG file to write: a few images of each class. Raises `DataError` if no image can be read.
     """
+    if not isinstance(size, int) or size < 1:
+        raise ConfigError(f"size is {size!r}; it should be the image size in pixels, such as 224")
     target = None if sheet is None else _check_sheet(Path(sheet))
     splits, faults = open_to_check(str(data), on_progress=on_stage(on_progress, "listing"))
     # Before the check, which reads every file into the page cache.

@@ -51,6 +51,8 @@ class DrawnFigures(NamedTuple):
 
 def select_figures(only: Sequence[str] | None, *, with_images: bool) -> list[str]:
     """Return the figures to draw, in order: those in `only`, or all for which there are images."""
+    if isinstance(only, str):
+        raise ConfigError(f"only is {only!r}; pass a list of figures: [{only!r}]")
     for name in only or ():
         if name not in NAMES:
             raise ConfigError(f"no figure is called {name!r}{suggest(name, NAMES)}; there are {', '.join(NAMES)}")
