@@ -9,7 +9,7 @@ import pytest
 from tests.support import forked_commands
 
 from vitrail.training.run_folder import MetricsFile
-from vitrail.training.run_logger import TAGS, Events
+from vitrail.training.run_logger import Events
 from vitrail.training.train import train
 
 CHANGES = [
@@ -22,6 +22,19 @@ CHANGES = [
     "model.heads=1",
     "model.patch_size=4",
 ]
+TAGS = {
+    "loss": "train/loss",
+    "accuracy": "train/accuracy",
+    "lr": "train/learning_rate",
+    "gradient_norm": "train/gradient_norm",
+    "val_top1": "val/top1",
+    "val_loss": "val/loss",
+    "val_balanced_accuracy": "val/balanced_accuracy",
+    "val_macro_f1": "val/macro_f1",
+    "images_per_second": "speed/images_per_second",
+    "waiting_fraction": "speed/waiting_fraction",
+}
+"""Key in the metrics file, and tag in TensorBoard."""
 
 
 def read_back(folder: Path) -> dict[str, list[tuple[int, float]]]:
