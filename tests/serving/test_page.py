@@ -493,6 +493,8 @@ def test_a_resnet_is_shown_without_layers_and_heads(browser: Any, with_resnet: d
         seen.page.get_by_label("Compare with").select_option("resnet")
         seen.page.wait_for_selector(".panel >> nth=1")
         seen.settle()
+        assert seen.page.get_by_role("radio", name="Grad-CAM").is_checked(), "a method of both models"
+        assert [len(predictions(seen, panel)) for panel in (0, 1)] == [5, 5]
         assert [seen.part("layers", panel).is_hidden() for panel in (0, 1)] == [False, True]
         assert (seen.complaints, seen.page.locator("#problem").is_hidden()) == ([], True)
 

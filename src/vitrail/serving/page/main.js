@@ -95,7 +95,7 @@ async function setState(changes) {
   state = { ...state, ...changes };
   const changed = (...keys) => keys.some((key) => state[key] !== before[key]);
   if (changed("model")) state = validState({ ...state, layer: null, head: null, target: null });
-  if (changed("other")) Object.assign(state, { otherLayer: null, otherHead: null });
+  if (changed("other")) state = validState({ ...state, otherLayer: null, otherHead: null });
   showControls();
   if (changed("model", "other")) return arrange();
   if (changed("opacity", "grid")) {
@@ -299,11 +299,12 @@ function offerComparison() {
   byId("compare-field").hidden = models.length < 2;
 }
 
-/** Return a valid state: only models and methods that exist. */
+/** Return a valid state: only models that exist, and a method of both of them if there is one. */
 function validState(requested) {
   const model = modelNamed(requested.model) ?? models.find((model) => model.default) ?? models[0];
   const other = modelNamed(requested.other);
-  const method = model.methods[requested.method] ? requested.method : METHODS.find((each) => model.methods[each]);
+  const methods = [requested.method, ...METHODS].filter((each) => model.methods[each]);
+  const method = methods.find((each) => !other || other.methods[each]) ?? methods[0];
   const target = requested.target !== null && requested.target < model.class_count ? requested.target : null;
   return { ...requested, model: model.name, other: other ? other.name : null, method: method ?? requested.method, target };
 }
