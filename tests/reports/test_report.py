@@ -26,6 +26,7 @@ from vitrail.reports.run_record import read_run
 from vitrail.tasks.classification_metrics import classification_metrics
 from vitrail.tasks.task import Predictions
 from vitrail.text import as_percent
+from vitrail.training.train import train
 
 MARKUP = "<i>\"'><b evil=\"\" evil='' "
 
@@ -452,6 +453,24 @@ def test_images_are_spread_over_the_data() -> None:
     result = RunArtifacts(None, None, "", source, "").some(128)
     assert len(result) == len({item.name for item in result}) == 128
     assert result[-1].name == os.fsencode(source.name(199))
+
+
+def test_a_resnet_is_explained_by_gradcam(data: Path, tmp_path: Path) -> None:
+    resnet = (
+        "model.stem=resnet", "model.depth=0", "model.width=128", "model.heads=1", "model.patch_size=4",
+        "model.resnet={depths=[1],width_factor=0.5}", "model.position=none", "model.class_token=none",
+        "model.pool=mean", "model.final_norm=none", "model.image_size=16", "epochs=1", "batch=16",
+    )  # fmt: skip
+    run = train(data, changes=resnet, folder=tmp_path / "run", device="cpu", workers=0, quiet=True).folder
+    page = Page(report(run))
+    worst = json.loads((run / "result.json").read_text())["worst"][:12]
+    maps = [image["alt"] or "" for image in page.all("img") if " for " in (image["alt"] or "")]
+    assert maps == [f"Grad-CAM for {mistake['predicted']}" for mistake in worst]
+    assert worst
+    mistakes = page.sections["mistakes"]
+    assert "the Grad-CAM map of the prediction (last feature map times gradient)" in " ".join(mistakes.split())
+    assert "relevance" not in mistakes
+    assert "not available" not in mistakes
 
 
 def test_training_writes_the_report_and_survives_its_failure(

@@ -20,6 +20,8 @@ from vitrail.data.inputs import fitted, item_of
 from vitrail.data.sources.source import Arrays
 from vitrail.explanations.attention import attention_rows
 from vitrail.explanations.request import Method
+from vitrail.models.config import ResNet
+from vitrail.models.variants import resnet_config
 from vitrail.serving.files import FOLDER
 from vitrail.training.samples import keep_samples
 
@@ -436,6 +438,65 @@ def test_it_fits_the_window_and_everything_has_a_name(seen: Visit) -> None:
             assert page.evaluate("getComputedStyle(document.body).backgroundColor") == paper
     finally:
         page.set_viewport_size(DESKTOP)
+
+
+# ── ResNets ──
+
+
+@pytest.fixture(scope="module")
+def with_resnet(bundles: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return a tiny ResNet, and a model with attention to switch to."""
+    config = resnet_config(ResNet(depths=(1, 1), width_factor=0.5)).replace(image_size=32, classes=6)
+    return {
+        "resnet": some_bundle(config, NAMES, tmp_path_factory.mktemp("resnet") / "resnet"),
+        "birds": bundles["birds"],
+    }
+
+
+def test_a_resnet_is_shown_without_layers_and_heads(browser: Any, with_resnet: dict[str, Path]) -> None:
+    with service(with_resnet) as address, visit(browser, DESKTOP) as seen:
+        seen.open(f"{address}#model=resnet&layer=2&head=1")
+        upload(seen, image_file())
+        expected = vitrail.Classifier(with_resnet["resnet"], device="cpu").predict(image_file(), top=5)
+        assert [name for name, _ in predictions(seen)] == list(expected.names)
+        looks = {seen.pixels()}
+        assert seen.page.get_by_role("radio", name="Grad-CAM").is_checked()
+        assert f"Evidence for {expected.name}" in seen.part("readout").inner_text()
+        seen.page.get_by_role("radio", name="PCA").check(force=True)
+        seen.settle()
+        looks.add(seen.pixels())
+        assert "in the last feature map" in seen.part("readout").inner_text()
+        for part in ("layers", "heads", "tokens"):
+            assert seen.part(part).is_hidden()
+        seen.page.locator("#opacity").fill("0")
+        looks.add(seen.pixels())
+        assert len(looks) == 3, "both maps are drawn over the image"
+        seen.part("bars").locator("button").nth(1).click()
+        seen.settle()
+        assert seen.page.get_by_role("radio", name="Grad-CAM").is_checked(), "relevance needs attention"
+        explained = [url for url in seen.requests if "/v1/explain" in url]
+        assert len(explained) >= 3
+        assert not any("layer=" in url for url in explained)
+
+        stages = seen.page.locator("#stages h3").all_inner_texts()
+        assert [stage for stage in stages if "ResNet stage" in stage] != []
+        shown = seen.page.locator("body").inner_text()
+        assert "See what a ResNet sees" in shown
+        assert re.findall("attend|Transformer|heads|as a sequence|Layer", shown) == []
+
+        seen.part("models").select_option("birds")
+        seen.until("model=birds")
+        seen.settle()
+        assert "See what a Vision Transformer sees" in seen.page.locator("header").inner_text()
+        assert seen.part("layers").is_visible()
+        assert seen.page.get_by_role("radio", name="Attention").is_enabled()
+        seen.page.get_by_label("Compare with").select_option("resnet")
+        seen.page.wait_for_selector(".panel >> nth=1")
+        seen.settle()
+        assert seen.page.get_by_role("radio", name="Grad-CAM").is_checked(), "a method of both models"
+        assert [len(predictions(seen, panel)) for panel in (0, 1)] == [5, 5]
+        assert [seen.part("layers", panel).is_hidden() for panel in (0, 1)] == [False, True]
+        assert (seen.complaints, seen.page.locator("#problem").is_hidden()) == ([], True)
 
 
 # ── training samples ──

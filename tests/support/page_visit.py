@@ -31,7 +31,10 @@ def some_bundle(config: ViTConfig, classes: tuple[str, ...], folder: Path) -> Pa
     with torch.no_grad():
         for block in model.blocks:
             block.attn.qkv.weight.mul_(3)
-        model.head.weight.mul_(60)
+        if config.depth:
+            model.head.weight.mul_(60)
+        else:
+            model.head.weight.normal_()  # a ResNet starts from zero
     Bundle(model, Preprocess(size=config.image_size), classes=classes).save(folder)
     return folder
 

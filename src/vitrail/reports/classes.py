@@ -12,7 +12,7 @@ from vitrail.charts.svg import escape
 from vitrail.errors import VitrailError
 from vitrail.explanations.explain import Explainer, as_image
 from vitrail.explanations.explanation import enlarged
-from vitrail.explanations.request import ExplanationRequest
+from vitrail.explanations.request import ExplanationRequest, Method
 from vitrail.metrics.intervals import wilson_interval
 from vitrail.reports.page import (
     WIDTH,
@@ -218,18 +218,40 @@ def calibration(run: Record) -> Section:
 
 # ── mistakes ──
 
-WHAT = (
-    "Look for wrong labels here, too. Each image is shown as stored; below it are the model's input and the relevance "
-    "map of the prediction (attention times gradient): bright regions contributed most."
+WHAT = "Look for wrong labels here, too. Each image is shown as stored"
+
+
+class MapKind(NamedTuple):
+    """How a model's predictions are explained."""
+
+    method: Method
+    name: str
+    caption: str
+
+
+RELEVANCE = MapKind(
+    "relevance",
+    "relevance",
+    "relevance map of the prediction (attention times gradient): bright regions contributed most",
+)
+GRADCAM = MapKind(
+    "gradcam",
+    "Grad-CAM",
+    "Grad-CAM map of the prediction (last feature map times gradient): bright regions support it most",
 )
 
 
+def map_kind(artifacts: RunArtifacts) -> MapKind:
+    """Return the kind of map: a ResNet without encoder blocks has no attention, which relevance needs."""
+    return RELEVANCE if artifacts.bundle is None or artifacts.bundle.model.config.depth else GRADCAM
+
+
 class ImageViews(NamedTuple):
-    """An image as stored and as the model's input, and its relevance map, if available."""
+    """An image as stored and as the model's input, and the map of its prediction, if available."""
 
     original: Image.Image | None
     image: Image.Image
-    relevance: Image.Image | None
+    map: Image.Image | None
 
 
 def mistakes(artifacts: RunArtifacts) -> Section:
@@ -243,7 +265,7 @@ def mistakes(artifacts: RunArtifacts) -> Section:
     confident = [one for one in shown if one.confidence >= HIGH]
     others = [one for one in shown if one.confidence < HIGH]
     missing: set[str] = set()
-    body = paragraph(WHAT)
+    body = paragraph(f"{WHAT}; below it are the model's input and the {map_kind(artifacts).caption}.")
     if confident:
         title = "Confident mistakes"
         body += f"{_cards(artifacts, confident, missing)}"
@@ -262,7 +284,7 @@ def mistakes(artifacts: RunArtifacts) -> Section:
 
 
 def load_views(artifacts: RunArtifacts, index: int, image_name: str, true: str, predicted: str) -> ImageViews | None:
-    """Return an image and the relevance map of a prediction; None without a model or data."""
+    """Return an image and the map of a prediction; None without a model or data."""
     from vitrail.data.inputs import fitted
 
     if artifacts.bundle is None or artifacts.source is None:
@@ -271,22 +293,24 @@ def load_views(artifacts: RunArtifacts, index: int, image_name: str, true: str, 
     original = artifacts.original(item)
     try:
         explained = Explainer(
-            artifacts.bundle, ExplanationRequest("relevance"), target=artifacts.class_indices.get(predicted)
+            artifacts.bundle,
+            ExplanationRequest(map_kind(artifacts).method),
+            target=artifacts.class_indices.get(predicted),
         ).explain(item, image_name)
     except VitrailError:
         return ImageViews(original, enlarged(as_image(fitted(item, artifacts.bundle.preprocess)), SIDE), None)
     return ImageViews(original, enlarged(explained.image, SIDE), explained.overlay(side=SIDE))
 
 
-def pair(views: ImageViews | None, image_name: str, predicted: str) -> str:
-    """Return the stored image, with the model's input and the relevance map below it."""
+def pair(views: ImageViews | None, image_name: str, map_name: str) -> str:
+    """Return the stored image, with the model's input and the map below it."""
     if views is None:
         return ""
     original = (
         "" if views.original is None else f'<div class="original">{embedded_image(views.original, image_name)}</div>'
     )
     first = embedded_image(views.image, f"{image_name}, model input")
-    second = "" if views.relevance is None else embedded_image(views.relevance, f"relevance for {predicted}")
+    second = "" if views.map is None else embedded_image(views.map, map_name)
     return f'{original}<div class="two">{first}{second}</div>'
 
 
@@ -300,6 +324,7 @@ def _notes(artifacts: RunArtifacts, missing: set[str]) -> str:
 
 def _cards(artifacts: RunArtifacts, mistakes: list[Mistake], missing: set[str]) -> str:
     """Return mistakes as cards; reasons for missing images are added to `missing`."""
+    kind = map_kind(artifacts).name
     cards = []
     for mistake in mistakes:
         try:
@@ -307,15 +332,15 @@ def _cards(artifacts: RunArtifacts, mistakes: list[Mistake], missing: set[str]) 
         except (VitrailError, OSError) as error:
             views = None
             missing.add(str(error))
-        if views is not None and views.relevance is None:
-            missing.add("relevance maps are not available for this model")
-        cards.append(_card(mistake, views))
+        if views is not None and views.map is None:
+            missing.add(f"{kind} maps are not available for this model")
+        cards.append(_card(mistake, views, kind))
     return f'<ul class="mistakes">{"".join(cards)}</ul>'
 
 
-def _card(mistake: Mistake, views: ImageViews | None) -> str:
+def _card(mistake: Mistake, views: ImageViews | None, kind: str) -> str:
     return (
-        f"<li>{pair(views, shorten(mistake.name), mistake.predicted)}"
+        f"<li>{pair(views, shorten(mistake.name), f'{kind} for {mistake.predicted}')}"
         f"<p><strong>{name(mistake.true)}</strong> predicted as <strong>{name(mistake.predicted)}</strong>, "
         f'confidence {as_percent(mistake.confidence)}</p><p class="quiet small file" title="{escape(mistake.name)}">'
         f"{path(shorten_path(mistake.name))}</p></li>"

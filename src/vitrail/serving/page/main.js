@@ -19,6 +19,11 @@ const METHOD_TEXT = {
   pca: ["PCA", "Which patches have similar features: the first three principal components as colours."],
 };
 
+const RESNET_HELP = {
+  gradcam: "Where the last feature map supports a class. Click a class to explain it.",
+  pca: "Which regions have similar features: the first three principal components as colours.",
+};
+
 const MAX_ATTENTION_BYTES = 64 * 2 ** 20; // as in serving/operations.py
 
 let state = readState(location.hash);
@@ -41,7 +46,9 @@ const app = {
     const next = { ...changes };
     if (next.query) next.query = resolveQuery(translateQuery(next.query, panel.model, panels[0].model), panels[0].model);
     if ("target" in next && panel !== panels[0]) next.target = targetIn(panels[0].model, panel.model.classes?.[next.target]);
-    if (next.target !== undefined && !["relevance", "gradcam"].includes(state.method)) next.method = "relevance";
+    if (next.target !== undefined && !["relevance", "gradcam"].includes(state.method)) {
+      next.method = panels[0].model.methods.relevance ? "relevance" : "gradcam";
+    }
     if (panel !== panels[0]) {
       const second = { model: "other", layer: "otherLayer", head: "otherHead" };
       return setState(Object.fromEntries(Object.entries(next).map(([key, value]) => [second[key] ?? key, value])));
@@ -88,7 +95,7 @@ async function setState(changes) {
   state = { ...state, ...changes };
   const changed = (...keys) => keys.some((key) => state[key] !== before[key]);
   if (changed("model")) state = validState({ ...state, layer: null, head: null, target: null });
-  if (changed("other")) Object.assign(state, { otherLayer: null, otherHead: null });
+  if (changed("other")) state = validState({ ...state, otherLayer: null, otherHead: null });
   showControls();
   if (changed("model", "other")) return arrange();
   if (changed("opacity", "grid")) {
@@ -209,13 +216,15 @@ function updateUrl() {
 let writing;
 
 function showControls() {
+  const model = modelNamed(state.model);
+  const isResnet = model?.depth === 0;
+  for (const element of document.querySelectorAll("[data-for]")) element.hidden = (element.dataset.for === "resnet") !== isResnet;
   for (const input of byId("methods").querySelectorAll("input")) {
-    const model = panels[0]?.model ?? modelNamed(state.model);
     input.checked = input.value === state.method;
     input.disabled = model ? !model.methods[input.value] : false;
     input.parentElement.title = input.disabled ? (model.why_not?.[input.value] ?? "not supported by this model") : "";
   }
-  byId("method-help").textContent = METHOD_TEXT[state.method][1];
+  byId("method-help").textContent = (isResnet && RESNET_HELP[state.method]) || METHOD_TEXT[state.method][1];
   byId("opacity").value = Math.round(100 * state.opacity);
   byId("opacity-value").textContent = `${Math.round(100 * state.opacity)}%`;
   byId("grid").checked = state.grid;
@@ -290,11 +299,12 @@ function offerComparison() {
   byId("compare-field").hidden = models.length < 2;
 }
 
-/** Return a valid state: only models and methods that exist. */
+/** Return a valid state: only models that exist, and a method of both of them if there is one. */
 function validState(requested) {
   const model = modelNamed(requested.model) ?? models.find((model) => model.default) ?? models[0];
   const other = modelNamed(requested.other);
-  const method = model.methods[requested.method] ? requested.method : METHODS.find((each) => model.methods[each]);
+  const methods = [requested.method, ...METHODS].filter((each) => model.methods[each]);
+  const method = methods.find((each) => !other || other.methods[each]) ?? methods[0];
   const target = requested.target !== null && requested.target < model.class_count ? requested.target : null;
   return { ...requested, model: model.name, other: other ? other.name : null, method: method ?? requested.method, target };
 }

@@ -49,14 +49,16 @@ export class Panel {
     this.preprocessed = null;
     this.cache = new ResponseCache();
     this.parts.models.value = model.name;
-    this.parts.layer.max = model.depth - 1;
+    this.parts.layer.max = Math.max(0, model.depth - 1);
     const [rows, columns] = model.grid;
     const patch = model.patch_size.join("×");
-    this.parts.facts.textContent =
-      `${abbreviated(model.parameters)} parameters, ${model.depth} layers of ${model.heads} heads, ` +
-      `${rows}×${columns} patches of ${patch} pixels`;
+    const facts = model.depth
+      ? `${model.depth} layers of ${model.heads} heads, ${rows}×${columns} patches of ${patch} pixels`
+      : `a last feature map of ${rows}×${columns}, one position per ${patch} pixels`;
+    this.parts.facts.textContent = `${abbreviated(model.parameters)} parameters, ${facts}`;
     this.parts.tokens.replaceChildren(...specialTokens(model).map((name) => this.#tokenButton(name)));
     this.heads.setModel(model);
+    this.#mark();
   }
 
   /**
@@ -125,7 +127,9 @@ export class Panel {
     return this.hovered ?? resolveQuery(this.app.viewOf(this).query, this.model);
   }
 
+  /** The layer; null if the model has none. */
   get layer() {
+    if (!this.model.depth) return null;
     return Math.min(this.app.viewOf(this).layer ?? this.model.depth - 1, this.model.depth - 1);
   }
 
@@ -256,13 +260,16 @@ export class Panel {
       const [row, column] = patchOf(this.hovered);
       const value = explanation.values[row * model.grid[1] + column];
       const max = Math.max(...explanation.values);
-      return `Patch ${this.hovered}: ${percent(max > 0 ? value / max : 0)} of the maximum.`;
+      return `${model.depth ? "Patch" : "Position"} ${this.hovered}: ${percent(max > 0 ? value / max : 0)} of the maximum.`;
     }
     if (explanation.method === "rollout") {
       const query = resolveQuery(this.app.viewOf(this).query, model);
       return `Contribution of each patch to ${isPatch(query) ? "" : "the "}${tokenLabel(query)}.`;
     }
-    if (explanation.method === "pca") return `Patches of the same colour have similar features after layer ${explanation.layer}.`;
+    if (explanation.method === "pca") {
+      if (explanation.layer === null) return "Regions of the same colour have similar features in the last feature map.";
+      return `Patches of the same colour have similar features after layer ${explanation.layer}.`;
+    }
     if (!explanation.target) return "";
     const { name, probability, value } = explanation.target;
     if (probability === undefined) return `Evidence for ${name}: ${Number(value.toPrecision(4))}.`;
@@ -276,17 +283,17 @@ export class Panel {
     parts.layer.value = this.layer;
     parts["layer-value"].textContent = `${this.layer}`;
     parts.layer.setAttribute("aria-valuetext", `Layer ${this.layer} of 0 to ${model.depth - 1}`);
-    parts.layers.hidden = !LAYERED.includes(method);
-    parts.heads.hidden = method !== "attention";
+    parts.layers.hidden = !model.depth || !LAYERED.includes(method);
+    parts.heads.hidden = !model.depth || method !== "attention";
     this.heads.mark(this.head);
-    const usesQuery = method === "attention" || method === "rollout";
+    const usesQuery = Boolean(model.depth) && (method === "attention" || method === "rollout");
     const query = resolveQuery(this.app.viewOf(this).query, model);
     parts.tokens.hidden = !usesQuery;
     for (const button of parts.tokens.children) {
       button.setAttribute("aria-pressed", String(button.dataset.query === query));
     }
     const queryLabel = usesQuery ? `, query: ${tokenLabel(query)}` : "";
-    parts.canvas.setAttribute("aria-label", `The image as ${model.name} sees it, ${model.grid.join(" by ")} patches${queryLabel}`);
+    parts.canvas.setAttribute("aria-label", `The image as ${model.name} sees it, ${model.grid.join(" by ")} ${model.depth ? "patches" : "positions"}${queryLabel}`);
     if (this.classes) markBar(parts.bars, this.classes, this.target);
   }
 

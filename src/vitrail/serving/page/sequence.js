@@ -44,6 +44,7 @@ export class Sequence {
     const { model, image } = this;
     const [rows, columns] = model.grid;
     const width = this.canvas.clientWidth;
+    if (!width) return; // hidden
     this.count = Math.min(MAX_TOKENS, model.tokens.length + rows * columns);
     this.side = this.count > 100 ? 20 : 34;
     this.cellWidth = this.side + GAP;
