@@ -105,7 +105,9 @@ def test_attention_cannot_be_explained(method: Method) -> None:
     config = resnet_config(ResNet(depths=(1,), width_factor=0.5)).replace(image_size=16, classes=2)
     bundle = vitrail.Bundle(ViT(config), vitrail.Preprocess(size=(16, 16)), ("a", "b"))
     image = torch.zeros(3, 16, 16, dtype=torch.uint8)
-    with pytest.raises(ConfigError, match=f"{method} needs attention, and this model is a ResNet without encoder"):
+    with pytest.raises(
+        ConfigError, match=f"this model is a ResNet, so {method} has no attention to show; use gradcam or pca"
+    ):
         vitrail.explain(bundle, image, method=method, device="cpu")
     assert vitrail.explain(bundle, image, method="gradcam", device="cpu").map.shape == (4, 4)
 

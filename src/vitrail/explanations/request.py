@@ -59,9 +59,7 @@ class ExplanationRequest:
             near = suggest(self.method, METHODS) or f"; choose {', '.join(METHODS[:-1])} or {METHODS[-1]}"
             raise ConfigError(f"unknown method {self.method!r}{near}")
         if self.method in NEED_ATTENTION and not config.depth:
-            raise ConfigError(
-                f"{self.method} needs attention, and this model is a ResNet without encoder blocks; use gradcam or pca"
-            )
+            raise ConfigError(f"this model is a ResNet, so {self.method} has no attention to show; use gradcam or pca")
         check_settings(self.fuse, self.discard)
         for option, default in (("layer", None), ("head", None), ("fuse", "mean"), ("discard", 0)):
             if getattr(self, option) != default:
