@@ -9,6 +9,7 @@ already open. request -> response: one POST to a service that has started; its d
 
 import asyncio
 import contextlib
+import json
 import sys
 import tempfile
 import threading
@@ -149,6 +150,10 @@ def five_ways(folder: Path) -> dict[str, Way]:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:
-        for name, way in five_ways(Path(place)).items():
+        ways = five_ways(Path(place))
+    if "--json" in sys.argv:
+        print(json.dumps({name: way.files for name, way in ways.items()}))
+    else:
+        for name, way in ways.items():
             print(f"{name}: {len(way.files)} files, {way.functions} functions")
             print(f"  {' '.join(way.files)}")
