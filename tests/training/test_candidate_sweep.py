@@ -278,6 +278,7 @@ def longer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return compared(tmp_path_factory.mktemp("longer") / "straight", LONGER).folder
 
 
+@pytest.mark.slow
 def test_two_jobs_stopped_and_resumed_are_one_job(longer: Path, tmp_path: Path) -> None:
     """A signal to the command stops the processes of all runs; they save their state and resume from it."""
     folder, file = tmp_path / "sweep", as_toml(LONGER, tmp_path / "candidates.toml")
@@ -329,6 +330,7 @@ def images(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_selection_does_not_read_the_test_split_and_errors_of_a_process_are_reported(tmp_path: Path) -> None:
     content = {"set": {**SHARED, "batch": 4, "steps": 2}, "candidate": {"a": {"over": {"optimizer.lr": [0.1, 0.2]}}}}
     with pytest.raises(DataError, match=r"a, optimizer\.lr=.*, seed=0: "):

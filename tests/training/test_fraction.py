@@ -131,7 +131,9 @@ RESNET = ("model.stem=resnet", "model.depth=0", "model.width=128", "model.heads=
           "model.pool=mean", "model.final_norm=none", "steps=6", "batch=16", "evaluations=2")  # fmt: skip
 
 
-@pytest.mark.parametrize("settings", [TINY, RESNET], ids=["vit", "resnet"])
+@pytest.mark.parametrize(
+    "settings", [pytest.param(TINY, marks=pytest.mark.slow, id="vit"), pytest.param(RESNET, id="resnet")]
+)
 def test_an_interrupted_run_resumes_exactly(settings: Sequence[str], tmp_path: Path) -> None:
     changes = [word for change in (*settings, "data.fraction=0.3", "mixing.mixup=0.2") for word in ("--set", change)]
     words = ["train", "digits", "--device", "cpu", "--workers", "0", *changes, "--run"]
