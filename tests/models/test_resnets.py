@@ -131,3 +131,14 @@ def test_the_papers_options_are_not_for_a_resnet(tmp_path: Path) -> None:
     changes = ["model.name=R26/8", "model.image_size=8", "model.paper=true"]
     with pytest.raises(ConfigError, match="asks for the ViT paper's model, but R26/8 is a ResNet"):
         vitrail.train("digits", changes=changes, folder=tmp_path / "run", device="cpu", quiet=True)
+
+
+@pytest.mark.parametrize("suffix", ["npy", "safetensors", "parquet"])
+def test_features_of_a_resnet_are_written(suffix: str, tmp_path: Path) -> None:
+    config = resnet_config(ResNet(depths=(1,), width_factor=0.5, root_stride=1)).replace(
+        image_size=(8, 8), channels=1, classes=2
+    )
+    bundle = vitrail.Bundle(ViT(config), vitrail.Preprocess(size=(8, 8)).with_channels(1), ("a", "b"))
+    target = tmp_path / f"features.{suffix}"
+    vitrail.embed(bundle, "digits", target, device="cpu", workers=0)
+    assert target.exists()

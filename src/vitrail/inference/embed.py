@@ -226,7 +226,8 @@ def _rows(some: FeatureBatch, source: Source, dtype: DType) -> FeatureRows:
 
 def _facts(request: FeatureRequest, depth: int, source: Source) -> str:
     """Describe the features in JSON, for file formats with metadata."""
-    layer = (depth - 1 if request.layer is None else request.layer) % depth
+    # A ResNet has no layers.
+    layer = (depth - 1 if request.layer is None else request.layer) % depth if depth else None
     facts = {
         "tokens": request.tokens,
         "layer": layer,
