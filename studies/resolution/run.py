@@ -19,8 +19,12 @@ from vitrail.models.position import Method
 
 SIZES = (24, 32, 48, 64)
 """32 is the size of training: fine-tuning there shows what more training alone gives."""
-FINE_TUNING = ("steps=300", "batch=512", "evaluations=1", "data.val=0.05", "data.on_device=true", "optimizer.lr=0.0005",
+FINE_TUNING = ("steps=200", "batch=512", "evaluations=1", "data.val=0.05", "data.on_device=true", "optimizer.lr=0.0005",
                "augmentation.crop=padded", "augmentation.flip=0.5", "compile=true")  # fmt: skip
+
+
+IDENTITY = ("candidate", "size", "method", "seed")
+"""What tells one trial from another."""
 
 
 class Trial(NamedTuple):
@@ -51,7 +55,7 @@ def measure(trial: Trial) -> dict[str, Any]:
         device=trial.device,
         quiet=True,
     )
-    row = {name: getattr(trial, name) for name in ("candidate", "seed", "size", "method")}
+    row = {name: getattr(trial, name) for name in IDENTITY}
     return {**row, "before": before.headline.value, "after": tuned.metrics.headline.value}
 
 
@@ -84,14 +88,18 @@ def main() -> None:
         "--set", dest="changes", action="append", default=[], help="change a setting of the fine-tuning"
     )
     args = parser.parse_args()
-    rows = []
+    file = args.sweep / "resolution.json"
+    rows = json.loads(file.read_text()) if file.is_file() else []
+    measured = {tuple(row[name] for name in IDENTITY) for row in rows}
     planned = trials(args.sweep, args.data, args.device, tuple(args.changes))
+    missing = [trial for trial in planned if tuple(getattr(trial, name) for name in IDENTITY) not in measured]
+    missing.sort(key=lambda trial: -trial.size)  # the longest first
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        for future in as_completed([pool.submit(measure, trial) for trial in planned]):
+        for future in as_completed([pool.submit(measure, trial) for trial in missing]):
             rows.append(future.result())
             print(f"{len(rows)} of {len(planned)}:", rows[-1], flush=True)
-    rows.sort(key=lambda row: (row["candidate"], row["size"], row["method"], row["seed"]))
-    (args.sweep / "resolution.json").write_text(json.dumps(rows, indent=1) + "\n")
+            rows.sort(key=lambda row: tuple(row[name] for name in IDENTITY))
+            file.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

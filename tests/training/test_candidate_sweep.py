@@ -8,6 +8,7 @@ import sys
 import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,9 @@ import vitrail
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, DataError, Diverged
 from vitrail.training.candidate_results import CandidateSweep
+from vitrail.training.recipe import Recipe
 from vitrail.training.sweep_pool import _Processes
-from vitrail.training.sweep_run import SweepTraining
+from vitrail.training.sweep_run import PlannedRun, SweepTraining
 
 SHARED = {
     "steps": 10, "batch": 32, "evaluations": 2, "model": {"width": 16, "depth": 1, "heads": 1, "patch_size": 4},
@@ -362,6 +364,43 @@ def test_processes_share_the_cores() -> None:
         assert (pool.threads, _Processes(pool.training, 8, None).threads) == (2, 1)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+def test_a_process_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes train all runs of a sweep, those that select and those that repeat."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Counted(subprocess.Popen[bytes]):
+        def __init__(self, words: list[str], **options: Any) -> None:
+            super().__init__(words, **options)
+            started.append(self)
+
+    monkeypatch.setattr("vitrail.training.sweep_pool.subprocess.Popen", Counted)
+    compared(tmp_path, LONGER, jobs=2)
+    assert len(runs(tmp_path)) == 3
+    assert len(started) == 2
+    assert all(process.poll() is not None for process in started)
+    for folder in tmp_path.glob("*/*/"):  # each run has its own messages in its log
+        others = [str(other) for other in tmp_path.glob("*/*/") if other != folder]
+        log = (folder / "log.txt").read_text()
+        assert f"run folder {folder}" in log
+        assert not any(other in log for other in others)
+
+
+def planned(model: dict[str, Any], *, compiled: bool = True) -> PlannedRun:
+    return PlannedRun(Recipe(model=model, compile=compiled), 1, Path("run"), "run")
+
+
+def test_a_process_prefers_runs_of_the_model_it_has_compiled() -> None:
+    pool = _Processes(SweepTraining("digits", None, "cpu", None, quiet=True), 2, None)
+    small, large = planned({"depth": 1}), planned({"depth": 2})
+    assert pool._suitable([small, small, large], None) == 0
+    pool.workers = [SimpleNamespace(model=small.compiled_model)]  # type: ignore[list-item]
+    assert pool._suitable([small, small, large], None) == 2  # a new process starts with another model
+    assert pool._suitable([small, large, large], large.compiled_model) == 1
+    assert pool._suitable([small, small], large.compiled_model) == 0
+    assert planned({"depth": 1}).compiled_model == small.compiled_model != large.compiled_model
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def train(
         list[str] | None, typer.Option(help="Train only this candidate of the file given to --sweep. Can be repeated.")
     ] = None,
     jobs: Annotated[
-        int, typer.Option(min=1, help="Number of runs of a sweep to train at once, each in its own process.")
+        int, typer.Option(min=1, help="Number of runs of a sweep to train at once, in as many processes.")
     ] = 1,
     device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:1 or mps.")] = "auto",
     workers: Annotated[

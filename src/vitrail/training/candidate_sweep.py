@@ -139,19 +139,19 @@ class _RunningSweep:
 
     def train(self, selected: Sequence[_CandidatePlan], training: SweepTraining, jobs: int) -> None:
         """Train what is missing: first every combination with the first seed, then the best one with all seeds."""
-        pool = SweepPool(training, jobs, _count(selected, self.seeds))
-        pool.complete([run for plan in selected for run in plan.selection()], self.write)
-        repeated: list[PlannedRun] = []
-        for plan in selected:
-            row = self._row(plan)
-            if row.values is None:
-                training.print(f"{plan.candidate.name}: every run diverged, so it is not trained with other seeds")
-                pool.total -= len(self.seeds) - 1
-                continue
-            _print_selection(row, training)
-            chosen = next(run for run in row.tried if run.values == row.values)
-            repeated += plan.repetition(chosen)
-        pool.complete(repeated, self.write)
+        with SweepPool(training, jobs, _count(selected, self.seeds)) as pool:
+            pool.complete([run for plan in selected for run in plan.selection()], self.write)
+            repeated: list[PlannedRun] = []
+            for plan in selected:
+                row = self._row(plan)
+                if row.values is None:
+                    training.print(f"{plan.candidate.name}: every run diverged, so it is not trained with other seeds")
+                    pool.total -= len(self.seeds) - 1
+                    continue
+                _print_selection(row, training)
+                chosen = next(run for run in row.tried if run.values == row.values)
+                repeated += plan.repetition(chosen)
+            pool.complete(repeated, self.write)
 
     def finished(self, selected: Sequence[_CandidatePlan]) -> CandidateSweep:
         """Return the results; raise if there are none."""

@@ -201,7 +201,8 @@ def _sweep_product(
             training.print(f"{dropped} {'duplicate is' if dropped == 1 else 'duplicates are'} dropped")
         if not (place / SWEEP).exists():
             _write(place, [], task.headline)  # marks the folder as a sweep
-        SweepPool(training, jobs, len(runs)).complete(runs, lambda: _write(place, known(), task.headline))
+        with SweepPool(training, jobs, len(runs)) as pool:
+            pool.complete(runs, lambda: _write(place, known(), task.headline))
         done = known()
         chosen = best_run(done, criterion)
         if chosen is None:

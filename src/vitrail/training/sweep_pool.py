@@ -7,12 +7,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 import torch
 
@@ -35,13 +34,21 @@ SOURCE = Path(__file__).parents[2]
 
 @dataclass
 class SweepPool:
-    """Completes the runs of a sweep, and counts them."""
+    """Completes the runs of a sweep, and counts them. Use it as a context, which ends the processes."""
 
     training: SweepTraining
     jobs: int
     total: int
     """How many runs the sweep trains."""
     counted: set[Path] = field(default_factory=set)
+    _processes: "_Processes | None" = None
+    _stack: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
 
     def complete(self, runs: Sequence[PlannedRun], on_done: Callable[[], object]) -> None:
         """Complete all runs, and call `on_done` after each. A signal raises `Stopped` when all states are saved."""
@@ -58,15 +65,14 @@ class SweepPool:
                 self._print(run, " is already finished")
             else:
                 todo.append(run)
-        if not todo:
+        if todo and self._processes is None:
+            pretrained = self._stack.enter_context(_saved(self.training.pretrained))
+            self._processes = self._stack.enter_context(_Processes(self.training, self.jobs, pretrained))
+        if self._processes is None:
             return
-        with (
-            _saved(self.training.pretrained) as pretrained,
-            closing(_Processes(self.training, self.jobs, pretrained).completed(todo)) as completed,
-        ):
-            for run in completed:
-                self._print(run, f": {_outcome(run)}")
-                on_done()
+        for run in self._processes.completed(todo):
+            self._print(run, f": {_outcome(run)}")
+            on_done()
 
     def _print(self, run: PlannedRun, text: str) -> None:
         """Print a line about a run: numbered when it is trained, and without a number when it is tested later."""
@@ -99,28 +105,37 @@ def _saved(bundle: Bundle | None) -> Iterator[Path | None]:
 
 
 class _Processes:
-    """Runs that are trained at the same time; they share the cores of the machine."""
+    """Runs that are trained at the same time, in processes that share the cores of the machine."""
 
     def __init__(self, training: SweepTraining, jobs: int, pretrained: Path | None) -> None:
         self.training, self.jobs, self.pretrained = training, jobs, pretrained
         self.threads = max(1, torch.get_num_threads() // jobs)
-        self.running: list[_Worker] = []
+        self.workers: list[_Worker] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave no process behind, also if a second Ctrl-C interrupts the wait for the first."""
+        for worker in self.workers:
+            worker.close()
 
     def completed(self, runs: Sequence[PlannedRun]) -> Generator[PlannedRun, None, None]:
         """Yield each run when it has finished."""
-        queue, failure = deque(runs), None
-        with stop_signal() as received, self._killing_at_the_end():
-            while self.running or (queue and not failure and not received()):
-                while queue and len(self.running) < self.jobs and not failure and not received():
-                    self._start(queue.popleft())
-                if failure or received():
+        queue, failure = list(runs), None
+        with stop_signal() as received:
+            while self._busy() or (queue and not failure and not received()):
+                if not failure and not received():
+                    self._start(queue)
+                else:
                     self._terminate()
                 time.sleep(INTERVAL)
-                for worker in [one for one in self.running if one.process.poll() is not None]:
-                    self.running.remove(worker)
-                    error = worker.error()
-                    if error is None and worker.process.returncode == 0:
-                        yield worker.run
+                for worker in self._busy():
+                    if not worker.answered():
+                        continue
+                    run, error = worker.finish()
+                    if error is None and not worker.failed:
+                        yield run
                     elif not received():  # else it was stopped like all others
                         failure = failure or error
             if failure:
@@ -128,84 +143,135 @@ class _Processes:
             if received():
                 raise Stopped(received())
 
-    def _start(self, run: PlannedRun) -> None:
-        self.running.append(_Worker(run, RunRequest.of(run, self.training, self.pretrained, self.threads), self.jobs))
-        started = run.title if run.outcome is None else f"the evaluation of {run.title} on the test split"
-        self.training.print(f"started {started}; its log is {run.folder / LOG}")
+    def _busy(self) -> list["_Worker"]:
+        return [worker for worker in self.workers if worker.run is not None]
+
+    def _start(self, queue: list[PlannedRun]) -> None:
+        """Give every process a run; start processes while there are fewer than `jobs`."""
+        while queue and len(self._busy()) < self.jobs:
+            worker = next((one for one in self.workers if one.idle), None)
+            if worker is None:
+                worker = _Worker(self.threads, self.jobs)
+                self.workers.append(worker)
+            run = queue.pop(self._suitable(queue, worker.model))
+            worker.start(run, RunRequest.of(run, self.training, self.pretrained, self.threads))
+            started = run.title if run.outcome is None else f"the evaluation of {run.title} on the test split"
+            self.training.print(f"started {started}; its log is {run.folder / LOG}")
+
+    def _suitable(self, queue: Sequence[PlannedRun], model: str | None) -> int:
+        """Return the index of the next run of a process: compiled kernels serve the runs of one model.
+
+        That is a run of the process's last model, or else of a model that no other process has, or else the first.
+        """
+        if model is None:
+            taken = {worker.model for worker in self.workers}
+            return next((index for index, run in enumerate(queue) if run.compiled_model not in taken), 0)
+        return next((index for index, run in enumerate(queue) if run.compiled_model == model), 0)
 
     def _terminate(self) -> None:
         """Let every process save its state and end."""
-        for worker in self.running:
+        for worker in self._busy():
             if not worker.terminated:
                 worker.process.terminate()
             worker.terminated = True
 
-    @contextmanager
-    def _killing_at_the_end(self) -> Iterator[None]:
-        """Leave no process behind, also if a second Ctrl-C interrupts the wait for the first."""
-        try:
-            yield
-        finally:
-            for worker in self.running:
-                worker.process.kill()
-                worker.process.wait()
-                worker.close()
-
 
 class _Worker:
-    """A process that trains one run."""
+    """A process that trains one run after the other."""
 
-    def __init__(self, run: PlannedRun, request: RunRequest, jobs: int) -> None:
-        self.run, self.terminated = run, False
-        self.stdin, self.stdout, self.stderr = (tempfile.TemporaryFile() for _ in range(3))  # noqa: SIM115
-        self.stdin.write(json.dumps(request._asdict()).encode())
-        self.stdin.seek(0)
+    def __init__(self, threads: int, jobs: int) -> None:
+        self.run: PlannedRun | None = None
+        """What it is training."""
+        self.model: str | None = None
+        """What it has compiled last."""
+        self.terminated = self.failed = False
+        self.answers, self.printed = _Output(), _Output()
         own = {
-            "OMP_NUM_THREADS": str(request.threads),
+            "OMP_NUM_THREADS": str(threads),
             "LOCAL_WORLD_SIZE": str(jobs),  # as under torchrun: memory and data-loading processes are shared
             "PYTHONPATH": os.pathsep.join([str(SOURCE), *sys.path]),
         }
         inherited = {name: value for name, value in os.environ.items() if name not in SET_BY_TORCHRUN}
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "vitrail.training.sweep_worker"],
-            stdin=self.stdin,
-            stdout=self.stdout,
-            stderr=self.stderr,
+            stdin=subprocess.PIPE,
+            stdout=self.answers.file,
+            stderr=self.printed.file,
             env={**inherited, **own},
             start_new_session=True,  # Ctrl-C reaches this process only, which then stops all others in order
         )
 
-    def close(self) -> None:
-        """Close the files; the process has ended."""
-        for file in (self.stdin, self.stdout, self.stderr):
-            file.close()
+    @property
+    def idle(self) -> bool:
+        """Whether it waits for a run."""
+        return self.run is None and self.process.poll() is None
 
-    def error(self) -> VitrailError | None:
-        """Return the error of a process that has ended, and add what it printed to the log of its run."""
-        printed, reported = _content(self.stderr), _content(self.stdout)
-        self.close()
-        if printed and self.run.folder.is_dir():
-            with suppress(OSError), (self.run.folder / LOG).open("a", encoding="utf-8") as log:
+    def start(self, run: PlannedRun, request: RunRequest) -> None:
+        """Train a run; a process that has ended meanwhile is noticed by `answered`."""
+        self.run, self.model = run, run.compiled_model
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(request._asdict()).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def answered(self) -> bool:
+        """Whether the run has finished, or the process has ended."""
+        self.failed = self.process.poll() is not None
+        return self.failed or self.answers.has_more()
+
+    def finish(self) -> tuple[PlannedRun, VitrailError | None]:
+        """Return the run and its error, if any; add what it printed to its log."""
+        run, self.run = self.run, None
+        assert run is not None
+        printed, answer = self.printed.read(), self.answers.read()
+        if printed and run.folder.is_dir():
+            with suppress(OSError), (run.folder / LOG).open("a", encoding="utf-8") as log:
                 log.write(printed)
-        code = self.process.returncode
-        if code == 0:
-            return None
+        return run, self._error(run, printed, answer)
+
+    def _error(self, run: PlannedRun, printed: str, answer: str) -> VitrailError | None:
         with suppress(ValueError):
-            report = json.loads(reported)
+            report = json.loads(answer)
+            if not report:
+                return None
             kind: type[VitrailError] = getattr(errors, report["error"], VitrailError)
-            return kind(f"{self.run.title}: {report['message']}")
+            return kind(f"{run.title}: {report['message']}")
+        code = self.process.returncode
         if code < 0:
             name = signal.Signals(-code).name
             return VitrailError(
-                f"the process of {self.run.title} was killed ({name}); if memory ran out, use a smaller --jobs, and "
+                f"the process of {run.title} was killed ({name}); if memory ran out, use a smaller --jobs, and "
                 "rerun the same command"
             )
         last = first_line(Exception(printed.strip().rpartition("\n")[2]))
         return VitrailError(
-            f"the process of {self.run.title} failed ({last}); see {self.run.folder / LOG}, and rerun the same command"
+            f"the process of {run.title} failed ({last}); see {run.folder / LOG}, and rerun the same command"
         )
 
+    def close(self) -> None:
+        """End the process. An idle one has nothing to lose."""
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.answers.file.close()
+        self.printed.file.close()
 
-def _content(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read().decode("utf-8", "replace")
+
+class _Output:
+    """What a process writes, read bit by bit."""
+
+    def __init__(self) -> None:
+        self.file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self.done = 0
+
+    def has_more(self) -> bool:
+        """Whether the process has written more since the last `read`."""
+        return os.fstat(self.file.fileno()).st_size > self.done
+
+    def read(self) -> str:
+        """Return what the process has written since the last call."""
+        content = os.pread(self.file.fileno(), os.fstat(self.file.fileno()).st_size - self.done, self.done)
+        self.done += len(content)
+        return content.decode("utf-8", "replace")

@@ -1,5 +1,6 @@
 """One run of a sweep: train or resume it in its folder, and record how it did on the validation split."""
 
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -102,6 +103,12 @@ class PlannedRun(NamedTuple):
     title: str
     tested: bool = False
     """Whether it is evaluated on the test split, too."""
+
+    @property
+    def compiled_model(self) -> str:
+        """The settings that decide what `torch.compile` compiles: runs with the same ones share it."""
+        recipe = self.recipe
+        return json.dumps([recipe.compile, recipe.model, recipe.batch, recipe.precision, recipe.freeze])
 
     @property
     def outcome(self) -> Outcome | None:

@@ -1,8 +1,12 @@
-"""`python -m vitrail.training.sweep_worker`: one run of a sweep in its own process, with a request as JSON on stdin.
+"""`python -m vitrail.training.sweep_worker`: the runs of a sweep, one after the other, in a process of their own.
 
-Exit codes: 0, finished or diverged; 2, an error, as JSON on stdout; 128 + signal, stopped, with the state saved.
+Reads a request per line from stdin, as JSON, and answers each with a line on stdout: an empty object, or the error.
+Importing torch, starting CUDA and loading the compiler take longer than a short run, so a process is used again.
+
+Exit codes: 0, no more requests; 128 + signal, stopped, with the state of the run saved.
 """
 
+import gc
 import json
 import os
 import sys
@@ -20,7 +24,7 @@ from vitrail.training.sweep_run import PlannedRun, SweepTraining
 
 
 class RunRequest(NamedTuple):
-    """What a worker needs to know, as JSON."""
+    """What a worker needs to know about a run, as JSON."""
 
     run: dict[str, Any]
     """A `PlannedRun`."""
@@ -56,19 +60,25 @@ class RunRequest(NamedTuple):
 
 
 def main() -> None:
-    """Read a request and train its run."""
-    report = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # stdout is for an error only; anything printed belongs to stderr
-    request = RunRequest(**json.load(sys.stdin))
-    exit_with_launcher(request.launcher)
-    try:
-        request.complete()
-    except Stopped as stopped:
-        sys.exit(128 + stopped.number)
-    except VitrailError as error:
-        with report:
-            json.dump({"error": type(error).__name__, "message": str(error)}, report)
-        sys.exit(2)
+    """Train the run of each request."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # stdout is for answers only; anything printed belongs to stderr
+    watched = False
+    for line in sys.stdin:
+        request, answer = RunRequest(**json.loads(line)), {}
+        if not watched:
+            exit_with_launcher(request.launcher)
+            watched = True
+        try:
+            request.complete()
+        except Stopped as stopped:
+            sys.exit(128 + stopped.number)
+        except VitrailError as error:
+            answer = {"error": type(error).__name__, "message": str(error)}
+        gc.collect()
+        torch.cuda.empty_cache()  # other processes may need the memory before this one does
+        sys.stdout.flush()
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":
