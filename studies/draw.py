@@ -24,6 +24,21 @@ ROOT = Path(__file__).resolve().parents[1]
 STUDIES, PAGES = ROOT / "studies", ROOT / "docs" / "studies"
 TINY_IMAGENET = 95_950
 """Training images of Tiny-ImageNet, without the 5% for validation."""
+POSITIONS: dict[str, tuple[str, float | None]] = {
+    "none": ("none", 0.61382),
+    "learned-1d": ("learned 1-D", 0.64206),
+    "learned-1d-every-block": ("learned 1-D, every block", 0.63964),
+    "learned-1d-shared": ("learned 1-D, shared", 0.64292),
+    "learned-2d": ("learned 2-D", 0.64001),
+    "learned-2d-every-block": ("learned 2-D, every block", 0.64046),
+    "learned-2d-shared": ("learned 2-D, shared", 0.64022),
+    "relative": ("relative", 0.64032),
+    "sincos": ("sincos 2-D", None),
+    "sincos-shared": ("sincos 2-D, shared", None),
+    "rope": ("RoPE 2-D", None),
+}
+"""The candidates of the positions study as text, and their accuracy in the ViT paper (table 8), if it has them."""
+POOLING = {"class-token": "class token", "mean": "mean", "attention": "attention (MAP)"}
 DRAWN = re.compile(r"(<!-- drawn: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -71,12 +86,12 @@ def learning_rate(candidate: dict[str, Any]) -> str:
 
 
 def cost(sweep: dict[str, Any]) -> str:
-    """Return on what the sweep ran, how many runs it had and how long they took together."""
+    """Return on what the sweep ran, and how many runs it had."""
     folders = {run["folder"] for candidate in sweep["candidates"] for run in candidate["seeds"] + candidate["tried"]}
     minutes = sweep["seconds"] / 60
     return (
-        f"{len(folders)} runs on {sweep['device']}, {minutes:.0f} minutes in total if run one after the other "
-        f"(several ran at once); torch {sweep['torch']}, vitrail {sweep['vitrail']}.\n"
+        f"{len(folders)} runs on one {sweep['device']}, several at once: each took {minutes / len(folders):.1f} minutes, "
+        f"with startup and evaluation. torch {sweep['torch']}, vitrail {sweep['vitrail']}.\n"
     )
 
 
@@ -125,12 +140,21 @@ def data_size() -> Study:
 def positions() -> Study:
     """Accuracy of each kind of position embedding, and on shuffled patches."""
     sweep, shuffled = read("positions"), read("positions", "shuffled.json")
-    rows = [
-        [one["name"], estimate(tested(one)), percent(fmean(shuffled[one["name"]])), learning_rate(one)]
-        for one in sweep["candidates"]
-    ]
-    header = ["positions", "test accuracy, %", "patches shuffled, %", "learning rate"]
-    return Study({"table": table(header, rows), "cost": cost(sweep)}, {"positions.svg": dots(sweep)})
+    first = read("positions", "learning-rates.json")
+    rows = []
+    for one in sweep["candidates"]:
+        title, paper = POSITIONS[one["name"]]
+        rows.append([title, estimate(tested(one)), estimate(shuffled[one["name"]]), percent(paper)])
+    header = ["positions", "test accuracy, %", "patches shuffled, %", "paper, %"]
+    rates = list(next(iter(first.values())))
+    tried = [[POSITIONS[name][0], *(percent(values[rate]) for rate in rates)] for name, values in first.items()]
+    pieces = {
+        "table": table(header, rows),
+        "rates": table(["validation accuracy, %", *rates], tried),
+        "cost": cost(sweep),
+    }
+    chart = dots(sweep, {name: title for name, (title, _) in POSITIONS.items()})
+    return Study(pieces, {"positions.svg": chart})
 
 
 def pooling() -> Study:
@@ -141,14 +165,14 @@ def pooling() -> Study:
         tried = sorted((run["values"]["optimizer.lr"], run["metrics"].get("val_top1")) for run in candidate["tried"])
         points = [(rate, value) for rate, value in tried if value is not None]
         rates, values = [rate for rate, _ in points], [value for _, value in points]
-        series.append(Series(candidate["name"], rates, values, colour, marks=True))
+        series.append(Series(POOLING[candidate["name"]], rates, values, colour, marks=True))
     chart = line_chart(
         series, title="Validation accuracy against the learning rate (one seed)", x_label="learning rate", x_log=True,
         y_unit="percent", y_label="accuracy", width=640, height=340,
     )  # fmt: skip
     rates = [run["values"]["optimizer.lr"] for run in sweep["candidates"][0]["tried"]]
     rows = [
-        [one["name"], estimate(tested(one)), learning_rate(one), *(percent(at(one, rate)) for rate in rates)]
+        [POOLING[one["name"]], estimate(tested(one)), learning_rate(one), *(percent(at(one, rate)) for rate in rates)]
         for one in sweep["candidates"]
     ]
     header = ["pooling", "test accuracy, %", "learning rate", *(f"val at {rate:g}" for rate in rates)]
@@ -183,12 +207,12 @@ def resolution() -> Study:
     return Study(pieces, {})
 
 
-def dots(sweep: dict[str, Any]) -> str:
+def dots(sweep: dict[str, Any], titles: dict[str, str]) -> str:
     """Return a dot chart of the test accuracies."""
     rows = []
     for one in sweep["candidates"]:
         values = tested(one)
-        rows.append(DotRow(one["name"], values, fmean(values), t_interval(values)))
+        rows.append(DotRow(titles[one["name"]], values, fmean(values), t_interval(values)))
     label = "dots: seeds; line: mean and 95% interval"
     return dot_chart(rows, title="Test accuracy", x_label=label, unit="percent", width=680)
 
