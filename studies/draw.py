@@ -88,9 +88,9 @@ def learning_rate(candidate: dict[str, Any]) -> str:
 def cost(sweep: dict[str, Any]) -> str:
     """Return on what the sweep ran, and how many runs it had."""
     folders = {run["folder"] for candidate in sweep["candidates"] for run in candidate["seeds"] + candidate["tried"]}
-    minutes = sweep["seconds"] / 60
+    minutes = sweep["seconds"] / 60 / len(folders)
     return (
-        f"{len(folders)} runs on one {sweep['device']}, several at once: each took {minutes / len(folders):.1f} minutes, "
+        f"{len(folders)} runs on one {sweep['device']}, several at once: each took {minutes:.1f} minutes, "
         f"with startup and evaluation. torch {sweep['torch']}, vitrail {sweep['vitrail']}.\n"
     )
 

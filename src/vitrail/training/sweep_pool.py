@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Self, cast
 
 import torch
 
@@ -130,10 +130,11 @@ class _Processes:
                 else:
                     self._terminate()
                 time.sleep(INTERVAL)
-                for worker in self._busy():
-                    if not worker.answered():
+                for worker in self.workers:
+                    run = worker.run
+                    if run is None or not worker.answered():
                         continue
-                    run, error = worker.finish()
+                    error = worker.finish(run)
                     if error is None and not worker.failed:
                         yield run
                     elif not received():  # else it was stopped like all others
@@ -200,6 +201,7 @@ class _Worker:
             env={**inherited, **own},
             start_new_session=True,  # Ctrl-C reaches this process only, which then stops all others in order
         )
+        self.requests = cast(IO[bytes], self.process.stdin)
 
     @property
     def idle(self) -> bool:
@@ -209,25 +211,23 @@ class _Worker:
     def start(self, run: PlannedRun, request: RunRequest) -> None:
         """Train a run; a process that has ended meanwhile is noticed by `answered`."""
         self.run, self.model = run, run.compiled_model
-        assert self.process.stdin is not None
         with suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps(request._asdict()).encode() + b"\n")
-            self.process.stdin.flush()
+            self.requests.write(json.dumps(request._asdict()).encode() + b"\n")
+            self.requests.flush()
 
     def answered(self) -> bool:
         """Whether the run has finished, or the process has ended."""
         self.failed = self.process.poll() is not None
         return self.failed or self.answers.has_more()
 
-    def finish(self) -> tuple[PlannedRun, VitrailError | None]:
-        """Return the run and its error, if any; add what it printed to its log."""
-        run, self.run = self.run, None
-        assert run is not None
+    def finish(self, run: PlannedRun) -> VitrailError | None:
+        """Return the error of a run, if any; add what it printed to its log."""
+        self.run = None
         printed, answer = self.printed.read(), self.answers.read()
         if printed and run.folder.is_dir():
             with suppress(OSError), (run.folder / LOG).open("a", encoding="utf-8") as log:
                 log.write(printed)
-        return run, self._error(run, printed, answer)
+        return self._error(run, printed, answer)
 
     def _error(self, run: PlannedRun, printed: str, answer: str) -> VitrailError | None:
         with suppress(ValueError):
@@ -252,9 +252,8 @@ class _Worker:
         """End the process. An idle one has nothing to lose."""
         self.process.kill()
         self.process.wait()
-        assert self.process.stdin is not None
         with suppress(BrokenPipeError):
-            self.process.stdin.close()
+            self.requests.close()
         self.answers.file.close()
         self.printed.file.close()
 
