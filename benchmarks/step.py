@@ -14,7 +14,6 @@ import json
 import statistics
 import sys
 import time
-from functools import partial
 from typing import cast
 
 import torch
@@ -26,7 +25,6 @@ from vitrail.data.batches import Batch
 from vitrail.errors import VitrailError
 from vitrail.models.vit import ViT
 from vitrail.runtime import Processes, choose_device, faster_in_bf16
-from vitrail.tasks.classification import classification_loss
 from vitrail.training.averaging import Average
 from vitrail.training.defaults import DataFacts, TrainingPlan, resolve_defaults
 from vitrail.training.distributed import Ranks
@@ -34,6 +32,7 @@ from vitrail.training.optimizers import freeze, make_optimizer
 from vitrail.training.recipe import read_recipe
 from vitrail.training.state import Progress, State
 from vitrail.training.step import Stepper, forward_of, plan_step
+from vitrail.training.supervised import Supervised
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
@@ -63,8 +62,8 @@ def prepared(plan: TrainingPlan, options: argparse.Namespace, device: torch.devi
     if options.mode is not None:
         inner = FusedTraining(model) if execution.path == "fused_training" else model
         forward = cast("nn.Module", torch.compile(inner, mode=options.mode))
-    loss = partial(classification_loss, recipe.objective, None)
-    return Stepper(recipe, plan.preprocess, device, precision, loss, ranks), state, forward
+    learner = Supervised.without_labels(plan, device)
+    return Stepper(recipe, plan.preprocess, device, precision, learner, ranks), state, forward
 
 
 def synchronise(device: torch.device) -> None:

@@ -9,10 +9,9 @@ from vitrail.data.batches import Batch
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, Processes, autocast
 from vitrail.training.averaging import Average
-from vitrail.training.context import Job, RunContext
+from vitrail.training.context import Job, RunContext, evaluation_batch
 from vitrail.training.defaults import DataFacts, resolve_defaults
 from vitrail.training.distributed import Ranks
-from vitrail.training.memory import evaluation_batch
 from vitrail.training.optimizers import freeze, make_optimizer
 from vitrail.training.recipe import read_recipe
 from vitrail.training.state import Progress, State

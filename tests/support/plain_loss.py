@@ -1,14 +1,16 @@
-"""The loss that a step is tested with."""
+"""The learner that a step is tested with."""
 
 from functools import partial
 
 from torch import Tensor
 
 from vitrail.tasks.classification import classification_loss
-from vitrail.tasks.task import TrainingLoss
+from vitrail.tasks.lookup import CLASSIFICATION
 from vitrail.training.recipe import Recipe
+from vitrail.training.supervised import Supervised
 
 
-def plain_loss(recipe: Recipe, weights: Tensor | None = None) -> TrainingLoss:
-    """Return the loss of a recipe, with these class weights."""
-    return partial(classification_loss, recipe.objective, weights)
+def plain_loss(recipe: Recipe, weights: Tensor | None = None) -> Supervised:
+    """Return a classifier with the loss of a recipe, with these class weights."""
+    mixed = recipe.mixing is not None and recipe.mixing.on
+    return Supervised(CLASSIFICATION, partial(classification_loss, recipe.objective, weights), mixed)

@@ -13,10 +13,10 @@ from rich.text import Text
 
 from vitrail.data.checking.check import Report
 from vitrail.tasks.lookup import CLASSIFICATION
-from vitrail.tasks.task import Task
 from vitrail.text import number, printable
 from vitrail.training.defaults import ResolvedDefault
 from vitrail.training.display import Status, defaults_lines, defaults_table
+from vitrail.training.learner import ShownMetrics
 from vitrail.training.run_folder import not_written
 
 LOG = "log.txt"
@@ -34,7 +34,7 @@ class RunConsole:
         self,
         folder: Path,
         *,
-        task: Task = CLASSIFICATION,
+        shown: ShownMetrics = CLASSIFICATION,
         quiet: bool = False,
         compiled: bool = False,
         printed: set[str] | None = None,
@@ -42,10 +42,10 @@ class RunConsole:
         """`printed`: messages about the data that earlier runs printed; this run only logs those, and adds its own."""
         self.log_file = folder / LOG
         self.log = self.log_file.open("a", encoding="utf-8")
-        self.quiet, self.task = quiet, task
+        self.quiet, self.metrics = quiet, shown
         self.printed = set() if printed is None else printed
         self.console = Console(stderr=True, highlight=False)
-        self.status = Status(task.training_metric, compiled=compiled)
+        self.status = Status(shown.training_metric, compiled=compiled)
         # No refresh thread: data workers are forked while the display is live.
         self.live = Live(self.status, console=self.console, auto_refresh=False, transient=True)
         self.on_terminal = self.console.is_terminal and not quiet
@@ -112,7 +112,7 @@ class RunConsole:
 
     def validation(self, row: dict[str, Any]) -> None:
         """Print the validation metrics."""
-        headline, criterion = self.task.headline, self.task.criteria[row["criterion"]]
+        headline, criterion = self.metrics.headline, self.metrics.criteria[row["criterion"]]
         star = ""
         if row["best"] == row["step"]:
             star = "  (best so far)" if row["highest"] else f"  ({WITHIN_ERROR})"

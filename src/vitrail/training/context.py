@@ -16,6 +16,8 @@ from vitrail.training.distributed import Ranks
 from vitrail.training.recipe import Recipe
 from vitrail.training.step import plan_step
 
+EVALUATION_BATCH = 256
+
 
 @dataclass(frozen=True)
 class RunContext:
@@ -83,6 +85,11 @@ def run_context(plan: TrainingPlan, splits: Splits, ranks: Ranks, workers: int |
 def resident_images(plan: TrainingPlan, splits: Splits) -> int:
     """Return how many images are kept on the device: the training images and those of the validation split."""
     return len(splits.train) + len(splits.val or splits.train) if plan.recipe.data.on_device else 0
+
+
+def evaluation_batch(images: int) -> int:
+    """Return the batch size for evaluation, given the micro-batch size: it fits wherever training fits."""
+    return min(EVALUATION_BATCH, 2 * max(1, images))
 
 
 def _precision(recipe: Recipe, device: torch.device) -> Precision:

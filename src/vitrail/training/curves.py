@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from vitrail.charts.axis import Unit
 from vitrail.charts.lines import Series, line_chart
 from vitrail.charts.svg import sheet
-from vitrail.tasks.task import Task
 from vitrail.text import capitalised, number
+from vitrail.training.learner import ShownMetrics
 from vitrail.training.run_folder import best_row, write_text
 
 WIDTH, HIGH, LOW, GAP = 440, 270, 190, 20
@@ -46,23 +46,23 @@ def curve(rows: Rows, name: str) -> Curve:
     return Curve(points[:, 0], points[:, 1])
 
 
-def draw_curves(rows: Rows, path: Path, task: Task, note: Sequence[str] = ()) -> None:
+def draw_curves(rows: Rows, path: Path, shown: ShownMetrics, note: Sequence[str] = ()) -> None:
     """Draw the rows of a metrics file; `note` says how the two losses differ. Without rows, draw nothing."""
     if rows:
-        write_text(path, curves_svg(rows, path.parent.name, task, note))
+        write_text(path, curves_svg(rows, path.parent.name, shown, note))
 
 
-def curves_svg(rows: Rows, name: str, task: Task, note: Sequence[str] = ()) -> str:
+def curves_svg(rows: Rows, name: str, shown: ShownMetrics, note: Sequence[str] = ()) -> str:
     """Return all charts in one drawing, with the run's name in the title."""
-    title, facts = headlines(rows, name, task)
+    title, facts = headlines(rows, name, shown)
     right, below = WIDTH + GAP, HIGH + GAP
     places = [(0, 0), (right, 0), (0, below), (right, below)]
-    charts = [(x, y, chart) for (x, y), chart in zip(places, curve_charts(rows, task), strict=True)]
+    charts = [(x, y, chart) for (x, y), chart in zip(places, curve_charts(rows, shown), strict=True)]
     lines = [facts, f"Loss: {'; '.join(note)}"] if note else [facts]
     return sheet(charts, title=title, lines=lines, width=right + WIDTH, height=below + LOW)
 
 
-def headlines(rows: Rows, name: str, task: Task) -> tuple[str, str]:
+def headlines(rows: Rows, name: str, shown: ShownMetrics) -> tuple[str, str]:
     """Return the title (the run and the headline metric of its best checkpoint) and the subtitle (final numbers)."""
     steps, best = max(row["step"] for row in rows), best_row(rows)
     epochs, losses, val = curve(rows, "epoch"), curve(rows, "loss"), curve(rows, "val_loss")
@@ -72,17 +72,17 @@ def headlines(rows: Rows, name: str, task: Task) -> tuple[str, str]:
         *([f"training loss {number(losses.smooth().values[-1])} at the end"] if len(losses) else []),
         *([f"validation loss {number(val.values[-1])} at the end"] if len(val) else []),
     ]
-    main = task.headline
+    main = shown.headline
     result = f"validation {main.name} {main.show(best[main.key])}" if best else f"step {steps:,}"
     return f"{name if len(name) <= 60 else f'{name[:59]}…'}: {result}", " · ".join(facts)
 
 
-def curve_charts(rows: Rows, task: Task) -> tuple[str, str, str, str]:
-    """Return the charts of a run over the steps: loss, the task's headline, learning rate and gradient norm."""
-    main = task.headline
+def curve_charts(rows: Rows, shown: ShownMetrics) -> tuple[str, str, str, str]:
+    """Return the charts of a run over the steps: loss, the headline metric, learning rate and gradient norm."""
+    main = shown.headline
     loss = [*noisy("training", curve(rows, "loss"), 1), sparse("validation split", curve(rows, "val_loss"), 2)]
     headline = [
-        line("training (augmented)", curve(rows, task.training_metric.key).smooth(), 1),
+        line("training (augmented)", curve(rows, shown.training_metric.key).smooth(), 1),
         sparse("validation split", curve(rows, main.key), 2),
     ]
     low, high = main.axis

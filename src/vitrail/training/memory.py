@@ -17,25 +17,25 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitrail.data.augmentation.mixing import mix_pixels
+from vitrail.data.batches import Batch
 from vitrail.models.vit import ViT
 from vitrail.runtime import autocast
-from vitrail.tasks.task import TrainingLoss
-from vitrail.training.context import Job
+from vitrail.training.context import Job, evaluation_batch
+from vitrail.training.learner import Learner
 from vitrail.training.muon import Muon
 from vitrail.training.optimizers import Optimizer, freeze, is_matrix, make_optimizer
+from vitrail.training.supervised import Supervised
 
 KERNELS = 64 * 2**20
 """Workspace of CUDA matmuls: 32 MiB each for the forward and the backward thread (Hopper)."""
 PREFETCHED = 2
 """Batches that each worker prefetches."""
-EVALUATION_BATCH = 256
 
 
 class Forecast(NamedTuple):
@@ -73,26 +73,21 @@ class Forecast(NamedTuple):
         return self.standing + more + max(self.updating, round(self.in_flight * images / self.images))
 
 
-def evaluation_batch(images: int) -> int:
-    """Return the batch size for evaluation: small enough to fit wherever training fits."""
-    return min(EVALUATION_BATCH, 2 * max(1, images))
-
-
 def forecast(job: Job) -> Forecast:
     """Run a step on torch's fake tensors and count the memory."""
     recipe = job.plan.recipe
     # Torch selects the attention kernel on a real device of the same kind; MPS cannot be queried.
     device = torch.device("cpu") if job.device.type == "mps" else job.device
-    loss = _task_loss(job, device)  # a task may keep real tensors in its loss
+    learner = Supervised.without_labels(job.plan, device)  # a task may keep real tensors in its loss
     with torch.random.fork_rng(devices=_generators(device)), FakeTensorMode(allow_non_fake_inputs=True):
-        model = _model(job, device)
+        model = _module(job, device, learner)
         trained = [p for p in model.parameters() if p.requires_grad]
         weights, gradients = _bytes(model.state_dict().values()), _bytes(trained)
         average = sum(4 * tensor.numel() for tensor in model.state_dict().values()) if recipe.averaging.on else 0
         buckets = gradients if job.processes > 1 else 0  # DDP's buckets
 
         evaluating = (weights if average else 0) + _evaluation_bytes(job, model, device)
-        training = _training_bytes(job, model, device, loss) - gradients
+        training = _training_bytes(job, model, device, learner) - gradients
         optimizer = sum(_copies(recipe.optimizer, *named) * _bytes(named[1:]) for named in _trained(model))
         updating = _update_bytes(recipe.optimizer, model)
     after = max(evaluating, updating)  # never both at once
@@ -121,9 +116,10 @@ def _compute_a_step(job: Job, estimate: Forecast) -> None:
     standing = torch.empty(
         estimate.optimizer + estimate.average + estimate.resident, dtype=torch.uint8, device=job.device
     )
-    model, loss = _model(job, job.device), _task_loss(job, job.device)
+    learner = Supervised.without_labels(job.plan, job.device)
+    module = _module(job, job.device, learner)
     for _ in range(min(2, job.plan.recipe.gradient_accumulation)):
-        _loss(job, _images(job, job.device, job.images), model, loss).backward()
+        _loss(job, _images(job, job.device, job.images), module, learner).backward()
     update = torch.empty(estimate.updating, dtype=torch.uint8, device=job.device)
     torch.cuda.synchronize(job.device)
     del standing, update  # they had to stay allocated until here
@@ -135,43 +131,38 @@ def _images(job: Job, device: torch.device, images: int) -> Tensor:
     return torch.randint(0, 256, size, dtype=torch.uint8, device=device)
 
 
-def _loss(job: Job, stored: Tensor, model: nn.Module, loss: TrainingLoss) -> Tensor:
+def _loss(job: Job, stored: Tensor, module: nn.Module, learner: Learner) -> Tensor:
     """Return the loss of images, computed as in a training step."""
     plan, device, count = job.plan, stored.device, len(stored)
     pixels = plan.preprocess.normalise(stored)
+    lam, box = torch.ones(count, device=device), torch.zeros(count, 4, dtype=torch.int64, device=device)
     if plan.mixing.on and count % 2 == 0:
-        lam, box = torch.ones(count, device=device), torch.zeros(count, 4, dtype=torch.int64, device=device)
         pixels = mix_pixels(pixels, lam, box)
+    inputs = learner.inputs(pixels, 0)
     with autocast(device, job.precision):
-        outputs: Tensor = model(pixels)
-    return loss(outputs, torch.zeros(count, dtype=torch.int64, device=device), None)[0]
+        outputs = module(*inputs)
+    numbers = torch.zeros(count, dtype=torch.int64, device=device)
+    return learner.loss(outputs, Batch(stored, numbers, numbers, lam, box))[0]
 
 
-def _task_loss(job: Job, device: torch.device) -> TrainingLoss:
-    """Return the loss of the task, without class weights: they need labels, and take no memory to speak of."""
-    plan = job.plan
-    objective = plan.recipe.objective.replace(class_weights="none")
-    return plan.task.training_loss(objective, np.arange(len(plan.classes)), plan.classes, device)
-
-
-def _model(job: Job, device: torch.device) -> ViT:
+def _module(job: Job, device: torch.device, learner: Learner) -> nn.Module:
     with device:
         model = ViT(job.plan.model)
-    model.gradient_checkpointing = job.plan.recipe.gradient_checkpointing
-    freeze(model, job.plan.recipe.freeze)
-    return model.train()
+        model.gradient_checkpointing = job.plan.recipe.gradient_checkpointing
+        freeze(model, job.plan.recipe.freeze)
+        return learner.module(model).train()
 
 
-def _training_bytes(job: Job, model: nn.Module, device: torch.device, loss: TrainingLoss) -> int:
+def _training_bytes(job: Job, module: nn.Module, device: torch.device, learner: Learner) -> int:
     """Return the memory of a step, including gradients but not the weights."""
 
     def step() -> None:
         # The second micro-batch runs while the gradients of the first are held; further ones add nothing.
         for _ in range(min(2, job.plan.recipe.gradient_accumulation)):
-            _loss(job, _images(job, device, job.images), model, loss).backward()
+            _loss(job, _images(job, device, job.images), module, learner).backward()
 
-    peak = _peak_bytes(step, model)
-    model.zero_grad(set_to_none=True)
+    peak = _peak_bytes(step, module)
+    module.zero_grad(set_to_none=True)
     return peak
 
 

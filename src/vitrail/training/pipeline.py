@@ -124,7 +124,7 @@ class PipelinedStepper:
 
     def _explained(self, error: Diverged, batch: Batch) -> Diverged:
         losses = [row["loss"] for row in MetricsFile.read(self.folder) if "loss" in row][-RECENT:]
-        layer = first_not_finite(self.state.model, self.stepper, batch)
+        layer = first_not_finite(self.state.model, self.stepper, batch, self.state.progress.step)
         recent = ", ".join(f"{loss:.3g}" for loss in losses)
         explained = Diverged(
             f"{error}; previous losses: {recent or 'none'}; first module with a non-finite output: {layer}. Try a "
@@ -136,8 +136,8 @@ class PipelinedStepper:
 
 
 @torch.no_grad()
-def first_not_finite(model: nn.Module, stepper: Stepper, batch: Batch) -> str:
-    """Return the name of the first module whose output is not finite for this batch, computed as in a step."""
+def first_not_finite(model: nn.Module, stepper: Stepper, batch: Batch, step: int) -> str:
+    """Return the name of the first module whose output is not finite for the batch of a step."""
     names: list[str] = []
 
     def watch(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
@@ -150,9 +150,10 @@ def first_not_finite(model: nn.Module, stepper: Stepper, batch: Batch) -> str:
     handles = [watch(name, module) for name, module in model.named_modules() if name]
     try:
         for index in range(stepper.recipe.gradient_accumulation):
-            pixels = stepper.pixels(batch.micro(index, stepper.recipe.gradient_accumulation).to(stepper.device))
+            micro_batch = batch.micro(index, stepper.recipe.gradient_accumulation).to(stepper.device)
+            inputs = stepper.learner.inputs(stepper.pixels(micro_batch), stepper.first_position(batch, step, index))
             with autocast(stepper.device, stepper.precision):
-                model(pixels)
+                model(*inputs)
     finally:
         for handle in handles:
             handle.remove()

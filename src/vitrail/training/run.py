@@ -25,12 +25,14 @@ from vitrail.training.criterion import BEST, STATES, Best
 from vitrail.training.defaults import TrainingPlan
 from vitrail.training.distributed import Ranks
 from vitrail.training.finetune_init import FinetuneInit, adapted
+from vitrail.training.learner import Learner, ShownMetrics
 from vitrail.training.optimizers import freeze, make_optimizer
 from vitrail.training.pipeline import FinishedStep
 from vitrail.training.run_logger import RunLogger
 from vitrail.training.split_predictions import SplitPredictor, split_predictor
 from vitrail.training.state import Progress, Setting, State, load_state, save_state
 from vitrail.training.step import Stepper
+from vitrail.training.supervised import Supervised
 
 LAST = "last"
 
@@ -60,6 +62,7 @@ class TrainingRun:
     training: Training
     """The training images, in the order of the stream."""
     stepper: Stepper
+    shown: ShownMetrics
     setting: Setting
     logger: RunLogger | None
     """Writes the metrics, on the main process only."""
@@ -82,6 +85,11 @@ class TrainingRun:
     def ranks(self) -> Ranks:
         """The ranks of the run."""
         return self.job.context.ranks
+
+    @property
+    def learner(self) -> Learner:
+        """What the run trains."""
+        return self.stepper.learner
 
     @property
     def progress(self) -> Progress:
@@ -125,7 +133,7 @@ class TrainingRun:
                 "step": step,
                 "epoch": round(self.training.stream.epoch(step), 4),
                 "loss": result.loss,
-                self.plan.task.training_metric.key: result.total / images,
+                self.shown.training_metric.key: result.total / images,
                 "lr": lr,
                 "gradient_norm": result.gradient_norm,
             }
@@ -163,9 +171,10 @@ def start_run(job: Job, splits: Splits, pretrained: Bundle | None, folder: Path,
     ranks = context.ranks
     with ranks.together():
         bundle = _initial_bundle(plan, splits.train.classes, pretrained)
-        state = _initial_state(job, bundle.model)
+        learner = Supervised.of(plan, splits.train, context.device)
+        state = _initial_state(job, bundle.model, learner)
         training = _training(job, splits.train)
-        stepper = _stepper(job, splits.train)
+        stepper = Stepper(plan.recipe, plan.preprocess, context.device, context.precision, learner, ranks)
     setting = Setting(torch.get_num_threads(), ranks.processes.size, context.precision)
     if ranks.is_main:
         for name in (BEST, LAST):
@@ -178,7 +187,7 @@ def start_run(job: Job, splits: Splits, pretrained: Bundle | None, folder: Path,
         observer.note(f"resuming from step {state.progress.step:,} of {plan.steps:,}")
     logger = _logger(folder, plan, state.progress.step, observer) if ranks.is_main else None
     predict = split_predictor(plan, context, splits.val or splits.train)
-    best = Best(folder, state, ranks, observer.note, functools.partial(_trained_bundle, plan, bundle))
+    best = Best(folder, state, ranks, observer.note, functools.partial(_trained_bundle, plan, bundle, learner))
     return TrainingRun(
         job=job,
         splits=splits,
@@ -187,6 +196,7 @@ def start_run(job: Job, splits: Splits, pretrained: Bundle | None, folder: Path,
         state=state,
         training=training,
         stepper=stepper,
+        shown=plan.task,
         setting=setting,
         logger=logger,
         predict=predict,
@@ -204,20 +214,20 @@ def _initial_bundle(plan: TrainingPlan, classes: tuple[str, ...], pretrained: Bu
     return Bundle(ViT(plan.model), plan.preprocess, names, {"source": "trained from scratch"}, task=task.name)
 
 
-def _trained_bundle(plan: TrainingPlan, initial: Bundle, model: nn.Module, step: int) -> Bundle:
-    """Return the bundle of a model after some steps."""
+def _trained_bundle(plan: TrainingPlan, initial: Bundle, learner: Learner, module: nn.Module, step: int) -> Bundle:
+    """Return the bundle of a module after some steps."""
     provenance = {**initial.provenance, "trained": {"step": step, "of": plan.steps}}
-    return Bundle(model, plan.preprocess, initial.classes, provenance, task=initial.task)  # type: ignore[arg-type]
+    return Bundle(learner.kept(module), plan.preprocess, initial.classes, provenance, task=initial.task)
 
 
-def _initial_state(job: Job, model: ViT) -> State:
+def _initial_state(job: Job, model: ViT, learner: Learner) -> State:
     recipe, device = job.plan.recipe, job.device
-    model = model.to(device).train()
     model.gradient_checkpointing = recipe.gradient_checkpointing
     freeze(model, recipe.freeze)
-    average = Average(model, recipe.averaging) if recipe.averaging.on else None
+    module = learner.module(model).to(device).train()
+    average = Average(module, recipe.averaging) if recipe.averaging.on else None
     scaler = torch.amp.GradScaler(device.type, enabled=job.precision == "fp16")
-    return State(model, make_optimizer(model, recipe.optimizer), average, Progress(), scaler)
+    return State(module, make_optimizer(module, recipe.optimizer), average, Progress(), scaler)
 
 
 def _training(job: Job, train: Source) -> Training:
@@ -236,19 +246,13 @@ def _training(job: Job, train: Source) -> Training:
     return Training(train, stream, plan.preprocess, plan.augmentation, plan.mixing, rank_slice, data.bad_files)
 
 
-def _stepper(job: Job, train: Source) -> Stepper:
-    plan, context = job
-    loss = plan.task.training_loss(plan.recipe.objective, train.labels, train.classes, context.device)
-    return Stepper(plan.recipe, plan.preprocess, context.device, context.precision, loss, context.ranks)
-
-
 def _logger(folder: Path, plan: TrainingPlan, step: int, observer: RunObserver) -> RunLogger:
     note = plan.task.loss_note(plan.recipe.model_dump())
     return RunLogger(
         folder,
         step,
         observer.note,
-        task=plan.task,
+        shown=plan.task,
         compiled=plan.recipe.compile,
         losses=(note.training, note.validation),
     )

@@ -12,6 +12,7 @@ from vitrail.tasks.lookup import CLASSIFICATION
 from vitrail.tasks.task import Predictions, Task
 from vitrail.training.curves import draw_curves
 from vitrail.training.display import Throughput
+from vitrail.training.learner import ShownMetrics
 from vitrail.training.run_folder import CURVES, EVENTS, TEST_PREDICTIONS, MetricsFile, best_row
 from vitrail.training.split_predictions import write_test_predictions
 
@@ -99,12 +100,12 @@ class RunLogger:
         step: int,
         note: Callable[[str], None],
         *,
-        task: Task = CLASSIFICATION,
+        shown: ShownMetrics = CLASSIFICATION,
         compiled: bool = False,
         losses: Sequence[str] = (),
     ) -> None:
         """`losses`: how the plotted losses differ, from `loss_note`."""
-        self.folder, self.note, self.losses, self.task = folder, note, losses, task
+        self.folder, self.note, self.losses, self.shown = folder, note, losses, shown
         self.metrics_file = MetricsFile(folder, step)
         self.disabled = {file for file, package in NEEDS.items() if importlib.util.find_spec(package) is None}
         if self.disabled:
@@ -137,11 +138,10 @@ class RunLogger:
         """Flush before a training state is saved, so that a run resumed from it finds every event up to it."""
         self._write_optional(EVENTS, self.events.flush)
 
-    def test_predictions(self, predictions: Predictions, source: Source) -> None:
+    def test_predictions(self, predictions: Predictions, source: Source, task: Task) -> None:
         """Write the predictions behind the result."""
         self._write_optional(
-            TEST_PREDICTIONS,
-            lambda: write_test_predictions(predictions, source, self.folder / TEST_PREDICTIONS, self.task),
+            TEST_PREDICTIONS, lambda: write_test_predictions(predictions, source, self.folder / TEST_PREDICTIONS, task)
         )
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class RunLogger:
     def _draw(self) -> None:
         start = time.monotonic()
         self._write_optional(
-            CURVES, lambda: draw_curves(MetricsFile.read(self.folder), self.folder / CURVES, self.task, self.losses)
+            CURVES, lambda: draw_curves(MetricsFile.read(self.folder), self.folder / CURVES, self.shown, self.losses)
         )
         self.drawn, self.changed = time.monotonic(), False
         self.pause = max(DRAW_INTERVAL, 50 * (self.drawn - start))

@@ -16,9 +16,8 @@ from vitrail.data.stream import RankSlice
 from vitrail.errors import DataError
 from vitrail.evaluation import predict_all
 from vitrail.tasks.task import Predictions, Task
-from vitrail.training.context import RunContext
+from vitrail.training.context import RunContext, evaluation_batch
 from vitrail.training.defaults import TrainingPlan
-from vitrail.training.memory import evaluation_batch
 from vitrail.training.run_folder import atomic_run_file
 
 

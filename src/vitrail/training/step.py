@@ -18,8 +18,8 @@ from vitrail.errors import Diverged
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, autocast, derive_seed, seed_torch
-from vitrail.tasks.task import TrainingLoss
 from vitrail.training.distributed import Ranks
+from vitrail.training.learner import Learner
 from vitrail.training.optimizers import can_skip_step, clip_gradients, set_learning_rate, step_unless
 from vitrail.training.recipe import Recipe
 from vitrail.training.state import State
@@ -116,8 +116,7 @@ class Stepper(NamedTuple):
     preprocess: Preprocess
     device: torch.device
     precision: Precision
-    loss: TrainingLoss
-    """The task's."""
+    learner: Learner
     ranks: Ranks
 
     def step(self, state: State, forward: nn.Module, batch: Batch, lr: float) -> StepResult:
@@ -161,9 +160,10 @@ class Stepper(NamedTuple):
             # Dropout is seeded by the position in the run, so no random state has to be saved.
             seed_torch(derive_seed(self.recipe.seed, "dropout", number, index, self.ranks.processes.rank))
             micro_batch = batch.micro(index, micro_batches).to(self.device)
+            first = self.first_position(batch, number, index)
             # Includes the backward pass, because gradient checkpointing recomputes attention there.
             with self.ranks.accumulating(forward, last=index == micro_batches - 1), sdpa_kernel(attention):
-                loss, total = self._forward(forward, micro_batch)
+                loss, total = self._forward(forward, micro_batch, first)
                 state.scaler.scale(loss / micro_batches).backward()
             losses.append(loss.detach())
             totals.append(total)
@@ -191,11 +191,17 @@ class Stepper(NamedTuple):
         pixels = self.preprocess.normalise(batch.pixels)
         return mix_pixels(pixels, batch.lam, batch.box) if self.mixed else pixels
 
-    def _forward(self, forward: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        pixels = self.pixels(batch)
+    def first_position(self, batch: Batch, step: int, micro_batch: int) -> int:
+        """Return the stream position of the first image of a micro-batch of this rank's `batch`."""
+        own, processes = len(batch.labels), self.ranks.processes
+        start = (step * processes.size + processes.rank) * own
+        return start + micro_batch * (own // self.recipe.gradient_accumulation)
+
+    def _forward(self, forward: nn.Module, batch: Batch, first: int) -> tuple[Tensor, Tensor]:
+        inputs = self.learner.inputs(self.pixels(batch), first)
         with autocast(self.device, self.precision):
-            outputs: Tensor = forward(pixels)
-        return self.loss(outputs, batch.labels, batch.lam if self.mixed else None)
+            outputs = forward(*inputs)
+        return self.learner.loss(outputs, batch)
 
 
 def _async_copy(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event]:

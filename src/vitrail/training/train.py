@@ -175,7 +175,7 @@ def _opened(request: _Request, job: Job, quiet: bool, printed: set[str] | None) 
                 stack.enter_context(locked(folder))
                 prepared = prepare_folder(folder, job.plan, request.splits, request.origin)
                 console = RunConsole(
-                    folder, task=job.plan.task, quiet=quiet, compiled=job.plan.recipe.compile, printed=printed
+                    folder, shown=job.plan.task, quiet=quiet, compiled=job.plan.recipe.compile, printed=printed
                 )
                 stack.enter_context(console)
                 _introduce(console, request, job, prepared)

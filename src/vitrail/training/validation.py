@@ -2,29 +2,25 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 from vitrail.checkpoints.bundle import METRICS, Bundle
 from vitrail.errors import Diverged
-from vitrail.tasks.metrics import HELD_OUT, TRAINING, Metrics
-from vitrail.tasks.task import Task
+from vitrail.tasks.metrics import Metrics
 from vitrail.training.criterion import as_good, score
 from vitrail.training.run import TrainingRun
 from vitrail.training.run_folder import METRICS as METRICS_FILE
-from vitrail.training.run_folder import RESULT, MetricsFile, write_json
-from vitrail.training.run_logger import gap_warning
-from vitrail.training.state import Progress, Score, State
+from vitrail.training.run_folder import RESULT, write_json
+from vitrail.training.state import Score, State
 
 
 def validate(run: TrainingRun) -> None:
     """Validate the current model, log its metrics, and keep it if it is the best."""
-    task, progress, criterion = run.plan.task, run.progress, run.plan.recipe.resolved_criterion()
+    progress, criterion = run.progress, run.plan.recipe.resolved_criterion()
     with _averaged(run.state):
-        predictions = run.predict(run.state.model, run.validation_source)
-        metrics = task.validation(predictions, run.validation_source.classes)
-        reached = score(metrics, task.criteria[criterion])
+        metrics, images = run.learner.validate(run)
+        reached = score(metrics, run.shown.criteria[criterion])
         is_highest = progress.reach(reached)
-        if is_highest or _is_as_good(task, criterion, reached, progress, len(predictions.labels)):
+        if is_highest or _is_as_good(run, criterion, reached, images):
             progress.best_step = progress.step
             if run.ranks.is_main:
                 run.best.save(run.bundle_now())
@@ -34,13 +30,13 @@ def validate(run: TrainingRun) -> None:
     run.observer.validation({**row, "criterion": criterion, "highest": is_highest})
 
 
-def _is_as_good(task: Task, criterion: str, reached: Score, progress: Progress, images: int) -> bool:
+def _is_as_good(run: TrainingRun, criterion: str, reached: Score, images: int) -> bool:
     """Whether a checkpoint that is not the highest is as good, within the standard error of the highest."""
-    highest = progress.highest_score
+    highest = run.progress.highest_score
     if highest is None or not reached.known:
         return False
-    value = -highest.value if task.criteria[criterion].lower_is_better else highest.value
-    return as_good(reached, highest, task.standard_error(criterion, value, images))
+    value = -highest.value if run.shown.criteria[criterion].lower_is_better else highest.value
+    return as_good(reached, highest, run.learner.standard_error(criterion, value, images))
 
 
 @contextmanager
@@ -70,22 +66,16 @@ def evaluate_best(run: TrainingRun, *, final: bool) -> tuple[Bundle, Metrics]:
     """
     check_best(run)
     if not run.progress.best_step:
-        criterion = run.plan.task.criteria[run.plan.recipe.resolved_criterion()]
+        criterion = run.shown.criteria[run.plan.recipe.resolved_criterion()]
         raise Diverged(
             f"the {criterion.name} on the validation split was never finite, so no checkpoint is the best; see "
             f"{criterion.key} in {run.folder / METRICS_FILE}"
         )
-    best, splits = run.best.load(), run.splits
-    source = splits.test or run.validation_source
-    predictions = run.predict(best.model.to(run.job.device), source)
-    metrics = run.plan.task.evaluate(predictions, source, kind=TRAINING if source is splits.train else HELD_OUT)
-    if run.logger is not None and splits.val is not None:
-        gap = gap_warning(MetricsFile.read(run.folder), len(splits.val), run.plan.task)
-        metrics = replace(metrics, warnings=(*metrics.warnings, *gap))
+    best = run.best.load()
+    metrics = run.learner.evaluate(run, best, final=final)
     if final:
-        best.provenance[METRICS] = metrics.card(tested=source is splits.test)
+        best.provenance[METRICS] = metrics.card(tested=run.splits.test is not None)
     if final and run.logger is not None:
-        run.logger.test_predictions(predictions, source)
         run.best.write_card(best)
         if run.best_replaced or not (run.folder / RESULT).exists():
             write_json(run.folder / RESULT, metrics.as_dict())
