@@ -157,18 +157,21 @@ def _coordinates(grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-# ── patch dropout ──
+# ── a subset of the patches ──
 
 
 def drop_patches(config: ViTConfig, batch: int, device: torch.device) -> Tensor:
     """Sample the indices of the tokens to keep, per image: all special tokens and a random subset of the patches."""
     keep = max(1, round(config.patches * (1 - config.patch_dropout)))
     order = torch.rand(batch, config.patches, device=device).argsort(dim=1)
-    chosen = order[:, :keep].sort(dim=1).values + config.layout.patches.start
-    every_token = torch.arange(config.tokens, device=device).expand(batch, -1)
-    return torch.cat(
-        [every_token[:, : config.layout.patches.start], chosen, every_token[:, config.layout.patches.stop :]], dim=1
-    )
+    return with_special_tokens(config, order[:, :keep].sort(dim=1).values)
+
+
+def with_special_tokens(config: ViTConfig, patches: Tensor) -> Tensor:
+    """Return the indices in the sequence of the patches (B, kept N) and of all special tokens: (B, kept T)."""
+    span = config.layout.patches
+    every_token = torch.arange(config.tokens, device=patches.device).expand(len(patches), -1)
+    return torch.cat([every_token[:, : span.start], patches + span.start, every_token[:, span.stop :]], dim=1)
 
 
 def gather_tokens(table: Tensor, kept: Tensor | None) -> Tensor:

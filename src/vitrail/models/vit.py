@@ -229,6 +229,12 @@ class ViT(nn.Module):
             tokens, positions = gather_tokens(tokens, kept), keep_positions(positions, kept)
         return self.norm_pre(tokens), positions
 
+    def run_blocks(self, tokens: Tensor, positions: TokenPositions, depth: int | None = None) -> Tensor:
+        """Run embedded tokens (B, T, D) through the first `depth` blocks, or all; the final norm is not applied."""
+        for block in list(self.blocks)[:depth]:
+            tokens = self._run(block, tokens, positions)
+        return tokens
+
     def classify(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Map the output tokens of the last block (B, T, D) to logits; also return the attention of the `map` pool."""
         if self.attn_pool is None:
@@ -249,9 +255,7 @@ class ViT(nn.Module):
     def _encode(self, x: Tensor, depth: int | None = None) -> Tensor:
         """Run images through the first `depth` blocks, or all: (B, T, D)."""
         tokens, positions = self.embed(x)
-        for block in list(self.blocks)[:depth]:
-            tokens = self._run(block, tokens, positions)
-        return tokens
+        return self.run_blocks(tokens, positions, depth)
 
     def _run(self, block: nn.Module, tokens: Tensor, positions: TokenPositions) -> Tensor:
         """Run one block, with gradient checkpointing if enabled."""
