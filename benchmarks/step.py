@@ -26,9 +26,10 @@ from vitrail.errors import VitrailError
 from vitrail.models.vit import ViT
 from vitrail.runtime import Processes, choose_device, faster_in_bf16
 from vitrail.training.averaging import Average
-from vitrail.training.defaults import DataFacts, TrainingPlan, resolve_defaults
+from vitrail.training.defaults import resolve_defaults
 from vitrail.training.distributed import Ranks
 from vitrail.training.optimizers import freeze, make_optimizer
+from vitrail.training.plan import DataFacts, TrainingPlan
 from vitrail.training.recipe import read_recipe
 from vitrail.training.state import Progress, State
 from vitrail.training.step import Stepper, forward_of, plan_step

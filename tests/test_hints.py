@@ -14,7 +14,8 @@ from vitrail.errors import ConfigError
 from vitrail.models.config import FIELD_ALIASES, ViTConfig
 from vitrail.models.variants import PAPER, variant_config
 from vitrail.runtime import choose_device
-from vitrail.training.defaults import DataFacts, resolve_defaults
+from vitrail.training.defaults import resolve_defaults
+from vitrail.training.plan import DataFacts
 from vitrail.training.recipe import ALIASES, full_name, option_names, read_recipe
 
 

@@ -42,7 +42,7 @@ from vitrail.tasks.metrics import Metrics
 from vitrail.tasks.task import Prediction
 from vitrail.text import printable, printable_path
 from vitrail.training.candidate_results import CandidateSweep
-from vitrail.training.recipe import Recipe, unknown_setting
+from vitrail.training.recipe import Recipe, check_supervised, pretraining_recipe, unknown_setting
 from vitrail.training.sweep import Sweep, sweep
 from vitrail.training.train import Run
 from vitrail.training.train import train as train_run
@@ -124,6 +124,7 @@ def train(
     """
     for argument in unknown:
         raise unknown_setting(train, argument, unknown[argument])
+    check_supervised(recipe, changes)
     run = train_run(
         data, recipe=recipe, changes=changes, pretrained=pretrained, overrides=overrides, keys=keys,
         folder=folder, device=device, workers=workers, quiet=quiet, evaluate_on=evaluate_on,
@@ -134,6 +135,32 @@ def train(
     if not quiet:
         print(printable(message), file=sys.stderr)
     return replace(run, report=path)
+
+
+def pretrain(
+    images: str | Path,
+    *,
+    method: str = "mae",
+    recipe: str | Path | Recipe | None = None,
+    changes: Sequence[str] = (),
+    folder: str | Path | None = None,
+    device: str = "auto",
+    workers: int | None = None,
+    quiet: bool = False,
+    **unknown: Never,
+) -> Run:
+    """Pretrain a model on images without labels; the result is a bundle without a head, to fine-tune with `train`.
+
+    `method` is "mae": a masked autoencoder. `recipe` replaces the recipe of that name by a TOML file or a `Recipe`;
+    `changes` change its settings. Labels are ignored, except that with them the kNN accuracy of the features is
+    reported. The same call resumes an interrupted run.
+    """
+    for argument in unknown:
+        raise unknown_setting(pretrain, argument, unknown[argument])
+    return train_run(
+        images, recipe=pretraining_recipe(method, recipe, changes), folder=folder, device=device, workers=workers,
+        quiet=quiet,
+    )  # fmt: skip
 
 
 def evaluate(

@@ -10,9 +10,10 @@ from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, Processes, autocast
 from vitrail.training.averaging import Average
 from vitrail.training.context import Job, RunContext, evaluation_batch
-from vitrail.training.defaults import DataFacts, resolve_defaults
+from vitrail.training.defaults import resolve_defaults
 from vitrail.training.distributed import Ranks
 from vitrail.training.optimizers import freeze, make_optimizer
+from vitrail.training.plan import DataFacts
 from vitrail.training.recipe import read_recipe
 from vitrail.training.state import Progress, State
 from vitrail.training.step import Stepper, plan_step

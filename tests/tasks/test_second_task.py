@@ -38,8 +38,9 @@ from vitrail.tasks.metrics import Metric, Metrics, MetricSpec, ResultTable
 from vitrail.tasks.objective import Objective
 from vitrail.tasks.task import FieldType, Prediction, Predictions, RowFormat, Task, TrainingLoss
 from vitrail.training.curves import curve_charts
-from vitrail.training.defaults import DataFacts, resolve_defaults
+from vitrail.training.defaults import resolve_defaults
 from vitrail.training.memory import forecast
+from vitrail.training.plan import DataFacts
 from vitrail.training.recipe import read_recipe
 from vitrail.training.sessions import Stopped
 from vitrail.training.train import Run

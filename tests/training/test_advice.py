@@ -10,7 +10,8 @@ from vitrail.checkpoints.locate import parse
 from vitrail.metrics.baselines import PRETRAINED
 from vitrail.models.config import ViTConfig
 from vitrail.tasks.lookup import CLASSIFICATION
-from vitrail.training.defaults import FEW, DataFacts, before_training
+from vitrail.training.defaults import FEW, before_training
+from vitrail.training.plan import DataFacts
 from vitrail.training.run_logger import gap_warning
 from vitrail.training.sweep import sweep
 from vitrail.training.train import train

@@ -16,8 +16,8 @@ from rich.console import Console
 from tests.support import forked_commands
 
 from vitrail.training.console import RunConsole
-from vitrail.training.defaults import ResolvedDefault
 from vitrail.training.display import Status, defaults_lines, defaults_table, used_memory
+from vitrail.training.plan import ResolvedDefault
 from vitrail.training.train import train
 
 CHANGES = ["epochs=1", "evaluations=2", "model.width=32", "model.depth=1", "model.heads=1", "model.patch_size=4"]

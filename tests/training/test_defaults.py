@@ -11,7 +11,8 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Arrays
 from vitrail.models.stages import cost
 from vitrail.models.vit import ViT
-from vitrail.training.defaults import DataFacts, TrainingPlan, describe_data, resolve_defaults
+from vitrail.training.defaults import resolve_defaults
+from vitrail.training.plan import DataFacts, TrainingPlan, describe_data
 from vitrail.training.recipe import read_recipe
 
 TEN = tuple("0123456789")

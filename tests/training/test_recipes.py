@@ -16,8 +16,9 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
-from vitrail.training.defaults import DataFacts, TrainingPlan, resolve_defaults
+from vitrail.training.defaults import resolve_defaults
 from vitrail.training.optimizers import learning_rate
+from vitrail.training.plan import DataFacts, TrainingPlan
 from vitrail.training.recipe import Recipe, preset_names, read_recipe, write_toml
 from vitrail.training.train import train
 

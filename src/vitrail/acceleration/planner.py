@@ -265,8 +265,9 @@ def plan_training(
     gradient_checkpointing: bool = False,
     gradient_accumulation: int = 1,
     alone: bool = True,
+    pretraining: bool = False,
 ) -> ExecutionPlan:
-    """Plan training; `alone`: one rank."""
+    """Plan training; `alone`: one rank; `pretraining`: without labels, where the module is more than the model."""
     if not compiled:
         low = {"float32": _why_not_low(hardware), "bf16": _why_slow(hardware), "fp16": ""}
         return ExecutionPlan("eager", precision, reason=low[precision])
@@ -280,6 +281,7 @@ def plan_training(
         (deterministic, "the fused path is not deterministic"),
         # torch 2.11 cannot split a custom backward pass, as DDP's gradient buckets need.
         (not alone, "the fused path runs on one rank"),
+        (pretraining, "the fused path does not support pretraining"),
         (gradient_checkpointing and not can_checkpoint(), "torch before 2.12 cannot checkpoint the fused path"),
     ) or _why_not_fused(hardware, lacks)
     if reason:

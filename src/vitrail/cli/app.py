@@ -17,6 +17,7 @@ from vitrail.cli.inspect import inspect
 from vitrail.cli.models import models
 from vitrail.cli.output import echo
 from vitrail.cli.predict import predict
+from vitrail.cli.pretrain import pretrain
 from vitrail.cli.probe import probe
 from vitrail.cli.report import report
 from vitrail.cli.serve import serve
@@ -51,6 +52,7 @@ def _root(
 
 for command in (
     train,
+    pretrain,
     report,
     eval,
     predict,

@@ -1,6 +1,7 @@
 """Terminal output of all commands: escaped text, tables and progress bars."""
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -126,3 +127,11 @@ def _new_bar(stage: str) -> "Progress":
     bar.add_task(stage, total=None)
     bar.start()
     return bar
+
+
+def on_one_stream() -> bool:
+    """Return whether stdout and stderr go to the same place."""
+    try:
+        return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
+    except OSError:
+        return False

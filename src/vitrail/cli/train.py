@@ -1,7 +1,6 @@
 """`vitrail train`: train a classifier on a folder of images, and evaluate it."""
 
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 import vitrail
-from vitrail.cli.output import echo
+from vitrail.cli.output import echo, on_one_stream
 from vitrail.cli.overrides import Keys, Overrides, read_overrides
 from vitrail.cli.sweep import print_candidates, print_sweep, sweep_source
 
@@ -100,7 +99,7 @@ def train(
         if is_main:
             echo("stopped; the run is saved, rerun the same command to resume it", err=True)
         raise typer.Exit(128 + stopped.number) from None
-    if is_main and not _same_stream():  # else the log has just shown it
+    if is_main and not on_one_stream():  # else the log has just shown it
         echo(f"the best model is {done.folder / 'best'}; the run is in {done.folder}")
         echo(done.summary)
         if done.report is not None:
@@ -116,11 +115,3 @@ def _report(folder: Path) -> Path | None:
         return None
     echo(f"the report is {path}", err=True)
     return path
-
-
-def _same_stream() -> bool:
-    """Return whether stdout and stderr go to the same place."""
-    try:
-        return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
-    except OSError:
-        return False

@@ -21,8 +21,9 @@ from vitrail.data.sources.source import Source
 from vitrail.data.sources.splits import Splits, split_indices
 from vitrail.errors import ConfigError, DataError, suggest
 from vitrail.inference.features import DEFAULT_COMPUTE, ComputeOptions, FeatureRequest, Features, gather
-from vitrail.inference.protocols import check_k, choose_linear, draw_examples, fit_least_squares, vote
+from vitrail.inference.protocols import choose_linear, draw_examples, fit_least_squares
 from vitrail.metrics.intervals import Interval, wilson_interval
+from vitrail.metrics.neighbours import check_k, vote
 from vitrail.runtime import OnProgress, Precision, choose_device, on_stage
 from vitrail.text import printable_path
 

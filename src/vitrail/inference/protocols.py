@@ -1,4 +1,4 @@
-"""The protocols of a probe: few-shot least squares, k-nearest neighbours, a linear probe.
+"""The protocols of a probe that fit weights: few-shot least squares, a linear probe.
 
 Few-shot classification (the ViT paper, section 4.1):
 
@@ -7,9 +7,6 @@ Few-shot classification (the ViT paper, section 4.1):
 X holds features, standardised by the examples' mean and standard deviation, with a last column of 100, so large that
 the bias is hardly regularised; Y is 1 for the class of an example and −1 for every other. The solution is in closed
 form, so there is nothing to tune.
-
-k-nearest neighbours as in DINO (arXiv 2104.14294): the k examples with the highest cosine similarity vote for their
-classes, each with weight exp(similarity / 0.07).
 
 A linear probe, multinomial logistic regression on standardised features:
 
@@ -27,8 +24,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
-
-from vitrail.errors import ConfigError
 
 # ── few-shot least squares ──
 
@@ -82,47 +77,6 @@ def _orders(labels: NDArray[np.int64], seed: int) -> Iterator[NDArray[np.int64]]
 
 def _with_constant(x: Tensor) -> Tensor:
     return torch.cat([x, torch.full_like(x[:, :1], BIAS)], dim=1)
-
-
-# ── k-nearest neighbours ──
-
-TEMPERATURE = 0.07
-NEIGHBOURS_AT_ONCE = 2**24
-"""Similarities held in memory at a time."""
-
-
-def vote(
-    examples: Tensor, labels: Tensor, features: Tensor, classes: int, *, k: int = 20, temperature: float = TEMPERATURE
-) -> Tensor:
-    """Return the votes (N, K) for features (N, D); the prediction is the argmax, on ties the first class.
-
-    Among equally near examples, the first ones count.
-    """
-    check_k(k, len(examples))
-    examples, features = F.normalize(examples, dim=1), F.normalize(features, dim=1)
-    votes = torch.zeros(len(features), classes, dtype=torch.float64, device=features.device)
-    rows = max(1, NEIGHBOURS_AT_ONCE // len(examples))
-    for start in range(0, len(features), rows):
-        similar = features[start : start + rows] @ examples.T
-        nearest = _nearest(similar, k)
-        weights = (similar.gather(1, nearest).double() / temperature).exp()
-        votes[start : start + rows].scatter_add_(1, labels[nearest], weights)
-    return votes
-
-
-def check_k(k: int, examples: int) -> None:
-    """Raise if there are fewer than k examples."""
-    if not 1 <= k <= examples:
-        raise ConfigError(f"k is {k:,}; it should be from 1 to {examples:,}, the number of examples")
-
-
-def _nearest(similar: Tensor, k: int) -> Tensor:
-    """Return the k largest columns of each row, on ties the first; topk guarantees no order."""
-    least = similar.topk(k, dim=1).values[:, -1:]
-    above, equal = similar > least, similar == least
-    ties = k - above.sum(dim=1, keepdim=True)
-    chosen = above | (equal & (equal.cumsum(dim=1) <= ties))
-    return chosen.nonzero()[:, 1].view(len(similar), k)
 
 
 # ── linear probe ──

@@ -14,9 +14,9 @@ from rich.text import Text
 from vitrail.data.checking.check import Report
 from vitrail.tasks.lookup import CLASSIFICATION
 from vitrail.text import number, printable
-from vitrail.training.defaults import ResolvedDefault
 from vitrail.training.display import Status, defaults_lines, defaults_table
 from vitrail.training.learner import ShownMetrics
+from vitrail.training.plan import ResolvedDefault
 from vitrail.training.run_folder import not_written
 
 LOG = "log.txt"

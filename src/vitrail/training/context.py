@@ -8,11 +8,11 @@ import torch
 
 from vitrail.acceleration.planner import ExecutionPlan, hardware_of, usual_precision
 from vitrail.data.batches import default_workers
-from vitrail.data.sources.opening import open_data
+from vitrail.data.sources.opening import open_data, open_unlabelled
 from vitrail.data.sources.splits import Splits
 from vitrail.runtime import Precision
-from vitrail.training.defaults import TrainingPlan
 from vitrail.training.distributed import Ranks
+from vitrail.training.plan import TrainingPlan
 from vitrail.training.recipe import Recipe
 from vitrail.training.step import plan_step
 
@@ -64,6 +64,8 @@ class Job(NamedTuple):
 def open_splits(data: str | Path, recipe: Recipe) -> Splits:
     """Open the data of a run; whatever depends on the training images sees only those that the recipe keeps."""
     kept = recipe.data
+    if recipe.method is not None:
+        return open_unlabelled(data, seed=recipe.seed, val=kept.val)
     return open_data(
         data, seed=recipe.seed, val=kept.val, test=kept.test, fraction=kept.fraction, per_class=kept.per_class
     )

@@ -81,10 +81,9 @@ def curve_charts(rows: Rows, shown: ShownMetrics) -> tuple[str, str, str, str]:
     """Return the charts of a run over the steps: loss, the headline metric, learning rate and gradient norm."""
     main = shown.headline
     loss = [*noisy("training", curve(rows, "loss"), 1), sparse("validation split", curve(rows, "val_loss"), 2)]
-    headline = [
-        line("training (augmented)", curve(rows, shown.training_metric.key).smooth(), 1),
-        sparse("validation split", curve(rows, main.key), 2),
-    ]
+    headline = [sparse("validation split", curve(rows, main.key), 2)]
+    if shown.training_metric.key != "loss":  # which has its own chart
+        headline.insert(0, line("training (augmented)", curve(rows, shown.training_metric.key).smooth(), 1))
     low, high = main.axis
     best = best_row(rows)
     if best is not None and math.isfinite(best[main.key]):

@@ -1,19 +1,15 @@
 """Resolve what a recipe leaves unset from the data and the model, each with a reason; warnings before a weak run."""
 
 import math
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.augmentation.augment import Affine, Augmentation
 from vitrail.data.augmentation.mixing import Mixing
 from vitrail.data.augmentation.on_device import check_on_device
 from vitrail.data.augmentation.randaugment import RandAugment
-from vitrail.data.decode import decode, open_image
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sources.source import Source
-from vitrail.errors import ConfigError, DataError
+from vitrail.errors import ConfigError
 from vitrail.metrics.baselines import PRETRAINED
 from vitrail.models.checks import per_token
 from vitrail.models.config import ConvLayer, ViTConfig
@@ -22,10 +18,17 @@ from vitrail.tasks.lookup import task_named
 from vitrail.tasks.task import Task
 from vitrail.training.finetune_init import FinetuneInit, for_task, planned_config
 from vitrail.training.optimizers import learning_rate
+from vitrail.training.plan import (
+    DataFacts,
+    ResolvedDefault,
+    TrainingPlan,
+    steps_of,
+    steps_per_epoch_text,
+    written_model,
+)
+from vitrail.training.pretraining.defaults import resolve_pretraining
 from vitrail.training.recipe import Recipe
 
-SAMPLED_IMAGES = 64
-"""Number of images to open when describing the data."""
 TINY_SIDE, SMALL_SIDE = 16, 40
 """Images up to these sides count as tiny or small; larger ones as photos."""
 FEW_PHOTOS = 2_000
@@ -40,71 +43,10 @@ MUON_LR_FACTOR = 2.5
 and width 384 better at 0.0025 than at 0.005."""
 
 
-class DataFacts(NamedTuple):
-    """Properties of the training images."""
-
-    images: int
-    classes: tuple[str, ...]
-    side: int
-    """Median of the shorter sides, in pixels."""
-    grey: bool
-    device: str = "cpu"
-    """Device type: "cpu", "cuda" or "mps". On a CPU the model has to be small to train in minutes."""
-
-
-class ResolvedDefault(NamedTuple):
-    """A field that was left unset, the value chosen for it, and why."""
-
-    field: str
-    value: Any
-    reason: str
-
-
-class TrainingPlan(NamedTuple):
-    """A fully resolved recipe, and what follows from it."""
-
-    recipe: Recipe
-    """Only `batch = "auto"` is resolved later, by `fit_batch_to_memory`: it must not change the folder's name."""
-    model: ViTConfig
-    preprocess: Preprocess
-    classes: tuple[str, ...]
-    """The classes of the data, which labels count."""
-    batch: int
-    """If the recipe's batch is "auto": its upper bound."""
-    steps: int
-    peak_lr: float
-    """The peak learning rate."""
-    augmentation: Augmentation
-    mixing: Mixing
-    defaults: list[ResolvedDefault]
-
-    @property
-    def task(self) -> Task:
-        """What the model learns."""
-        return task_named(self.recipe.task)
-
-
-def describe_data(source: Source, device: str = "cpu") -> DataFacts:
-    """Describe the data from a few images, spread evenly over the source."""
-    sides: list[int] = []
-    grey: list[bool] = []
-    for index in np.linspace(0, len(source) - 1, min(SAMPLED_IMAGES, len(source))).astype(int).tolist():
-        try:
-            stored = source.read(index)
-            image = open_image(stored)
-            sides.append(min(image.height, image.width))
-            if len(grey) < 8:
-                pixels = decode(stored, 3)
-                grey.append(bool((pixels[..., 0] == pixels[..., 1]).all() and (pixels[..., 1] == pixels[..., 2]).all()))
-        except DataError:
-            continue
-    if not sides:
-        raise DataError("none of the sampled images can be read; run vitrail check on the data")
-    return DataFacts(len(source), source.classes, int(np.median(sides)), all(grey), device)
-
-
 def resolve_defaults(recipe: Recipe, facts: DataFacts, pretrained: Bundle | None) -> TrainingPlan:
     """Resolve every field that a recipe leaves unset."""
+    if recipe.method is not None:
+        return resolve_pretraining(recipe, facts, pretrained)
     defaults: list[ResolvedDefault] = []
     task = task_named(recipe.task)
     if faults := task.check(recipe.objective, recipe.mixing, balance=recipe.data.balance):
@@ -125,7 +67,7 @@ def resolve_defaults(recipe: Recipe, facts: DataFacts, pretrained: Bundle | None
     if recipe.data.on_device:
         check_on_device(augmentation)
     resolved = recipe.replace(
-        model=_written(model),
+        model=written_model(model),
         batch="auto" if recipe.batch == "auto" else batch,
         epochs=epochs,
         optimizer=recipe.optimizer.replace(lr=lr),
@@ -133,24 +75,11 @@ def resolve_defaults(recipe: Recipe, facts: DataFacts, pretrained: Bundle | None
         mixing=mixing,
         criterion=_criterion(recipe, defaults),
     )
-    steps = _steps(resolved, facts.images, batch)
+    steps = steps_of(resolved, facts.images, batch)
     learning_rate(resolved.schedule, 0, steps, lr)  # raises if the schedule does not fit, before anything is written
     return TrainingPlan(
         resolved, model, preprocess, facts.classes, batch, steps, lr, augmentation, mixing, defaults
     )  # fmt: skip
-
-
-def with_batch(plan: TrainingPlan, batch: int, images: int, reason: str) -> TrainingPlan:
-    """Return the plan with its "auto" batch size resolved."""
-    recipe = plan.recipe.replace(batch=batch)
-    defaults = [*plan.defaults, ResolvedDefault("batch", batch, reason)]
-    return plan._replace(recipe=recipe, batch=batch, steps=_steps(recipe, images, batch), defaults=defaults)
-
-
-def steps_per_epoch_text(images: int, batch: int) -> str:
-    """Say how many steps an epoch takes."""
-    steps = max(1, round(images / batch))
-    return f"about {steps:,} {'step' if steps == 1 else 'steps'} per epoch of {images:,} images"
 
 
 def before_training(facts: DataFacts, model: ViTConfig, *, fresh: bool) -> list[str]:
@@ -166,17 +95,6 @@ def before_training(facts: DataFacts, model: ViTConfig, *, fresh: bool) -> list[
         f"network: run hf download timm/{repository} --local-dir vit-small elsewhere, copy the folder here and use "
         "--from vit-small",
     ]
-
-
-def _steps(recipe: Recipe, images: int, batch: int) -> int:
-    if recipe.steps is not None:
-        return recipe.steps
-    return max(1, math.ceil((recipe.epochs or 1) * images * recipe.data.repeats / batch))
-
-
-def _written(model: ViTConfig) -> dict[str, Any]:
-    """Return every set field of a model for TOML; an omitted field could resolve differently on another device."""
-    return {name: value for name, value in model.model_dump(mode="json").items() if value is not None}
 
 
 def _model(recipe: Recipe, facts: DataFacts, pretrained: Bundle | None, defaults: list[ResolvedDefault]) -> ViTConfig:

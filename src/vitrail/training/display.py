@@ -15,7 +15,7 @@ from rich.text import Text
 from vitrail.tasks.lookup import CLASSIFICATION
 from vitrail.tasks.metrics import MetricSpec
 from vitrail.text import byte_size, number
-from vitrail.training.defaults import ResolvedDefault
+from vitrail.training.plan import ResolvedDefault
 
 SMOOTH = 0.9
 """Smoothing factor of the displayed loss and metric."""
@@ -83,10 +83,11 @@ class Status:
         """Return the fields shown besides the step and the remaining time."""
         speed, title = self.throughput.images_per_second, self.metric.name
         value = f"{self.value:.1%}" if self.metric.unit == "percent" else number(self.value)
+        metric = [Field(f"{title} ", value, "", f"{title[:3]}. ", 4)] if self.metric.key != "loss" else []
         return [
             Field("epoch ", f"{self.row['epoch']:.1f}", "", "epoch ", 1),
             Field("loss ", number(self.loss), "", "loss ", 5),
-            Field(f"{title} ", value, "", f"{title[:3]}. ", 4),
+            *metric,
             Field("", UNKNOWN if speed is None else f"{speed:,.0f}", " images/s", "", 3),
             Field("waiting for data ", f"{self.waiting_fraction:.0%}", "", "waiting ", 2),
             Field("memory ", byte_size(used_memory()), "", "", 0),

@@ -17,8 +17,9 @@ from vitrail.data.stream import Stream
 from vitrail.errors import ConfigError
 from vitrail.models.vit import ViT
 from vitrail.training.context import open_splits
-from vitrail.training.defaults import DataFacts, TrainingPlan, describe_data, resolve_defaults
+from vitrail.training.defaults import resolve_defaults
 from vitrail.training.optimizers import freeze, parameter_groups
+from vitrail.training.plan import DataFacts, TrainingPlan, describe_data
 from vitrail.training.recipe import Recipe, read_value
 
 OPENING, CLOSING, QUOTES = "[{", "]}", "\"'"

@@ -28,9 +28,9 @@ from vitrail.models.vit import ViT
 from vitrail.runtime import autocast
 from vitrail.training.context import Job, evaluation_batch
 from vitrail.training.learner import Learner
+from vitrail.training.learners import learner_of
 from vitrail.training.muon import Muon
 from vitrail.training.optimizers import Optimizer, freeze, is_matrix, make_optimizer
-from vitrail.training.supervised import Supervised
 
 KERNELS = 64 * 2**20
 """Workspace of CUDA matmuls: 32 MiB each for the forward and the backward thread (Hopper)."""
@@ -78,7 +78,7 @@ def forecast(job: Job) -> Forecast:
     recipe = job.plan.recipe
     # Torch selects the attention kernel on a real device of the same kind; MPS cannot be queried.
     device = torch.device("cpu") if job.device.type == "mps" else job.device
-    learner = Supervised.without_labels(job.plan, device)  # a task may keep real tensors in its loss
+    learner = learner_of(job.plan, device)  # a task may keep real tensors in its loss
     with torch.random.fork_rng(devices=_generators(device)), FakeTensorMode(allow_non_fake_inputs=True):
         model = _module(job, device, learner)
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -86,7 +86,7 @@ def forecast(job: Job) -> Forecast:
         average = sum(4 * tensor.numel() for tensor in model.state_dict().values()) if recipe.averaging.on else 0
         buckets = gradients if job.processes > 1 else 0  # DDP's buckets
 
-        evaluating = (weights if average else 0) + _evaluation_bytes(job, model, device)
+        evaluating = (weights if average else 0) + _evaluation_bytes(job, model, device, learner)
         training = _training_bytes(job, model, device, learner) - gradients
         optimizer = sum(_copies(recipe.optimizer, *named) * _bytes(named[1:]) for named in _trained(model))
         updating = _update_bytes(recipe.optimizer, model)
@@ -116,7 +116,7 @@ def _compute_a_step(job: Job, estimate: Forecast) -> None:
     standing = torch.empty(
         estimate.optimizer + estimate.average + estimate.resident, dtype=torch.uint8, device=job.device
     )
-    learner = Supervised.without_labels(job.plan, job.device)
+    learner = learner_of(job.plan, job.device)
     module = _module(job, job.device, learner)
     for _ in range(min(2, job.plan.recipe.gradient_accumulation)):
         _loss(job, _images(job, job.device, job.images), module, learner).backward()
@@ -167,13 +167,14 @@ def _training_bytes(job: Job, module: nn.Module, device: torch.device, learner: 
 
 
 @torch.no_grad()
-def _evaluation_bytes(job: Job, model: nn.Module, device: torch.device) -> int:
+def _evaluation_bytes(job: Job, model: nn.Module, device: torch.device, learner: Learner) -> int:
     """Return the memory of evaluating one batch, without the weights."""
 
     def evaluate() -> None:
         pixels = job.plan.preprocess.normalise(_images(job, device, evaluation_batch(job.images)))
+        inputs = learner.inputs(pixels, 0)
         with autocast(device, job.precision):
-            model(pixels)
+            model(*inputs)
 
     model.eval()
     peak = _peak_bytes(evaluate, model)

@@ -11,7 +11,7 @@ from vitrail.data.checking.findings import Unreadable, them
 from vitrail.data.sources.splits import Splits
 from vitrail.errors import DataError
 from vitrail.io import read_json
-from vitrail.training.defaults import TrainingPlan
+from vitrail.training.plan import TrainingPlan
 from vitrail.training.run_folder import CHECK, SPLIT, Origin, keep_origin, keep_recipe, read_in_run, write_json
 from vitrail.training.samples import keep_samples
 from vitrail.training.stamps import check_stamps

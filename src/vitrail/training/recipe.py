@@ -31,7 +31,10 @@ from vitrail.tasks.task import CLASS_SETTINGS
 from vitrail.training.averaging import Averaging
 from vitrail.training.finetune_init import FinetuneInit
 from vitrail.training.optimizers import Optimizer, Schedule
+from vitrail.training.pretraining.mae import MaeSettings
 
+METHODS = ("mae",)
+"""The tables of a recipe for pretraining, one per method."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 _MODEL_HAS = {"size": "image_size", "channels": "channels"}
 ALIASES = {
@@ -151,6 +154,13 @@ class Recipe(Frozen):
     schedule: Schedule = Schedule()
     averaging: Averaging = Averaging()
     objective: Objective = Objective()
+    mae: MaeSettings | None = None
+    """Pretrain a masked autoencoder, without labels; `vitrail pretrain`."""
+
+    @property
+    def method(self) -> str | None:
+        """The pretraining method; None if the run learns from labels."""
+        return next((name for name in METHODS if getattr(self, name) is not None), None)
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
@@ -180,7 +190,9 @@ class Recipe(Frozen):
             raise ConfigError("this recipe fine-tunes a pretrained model; pass one with --from, or use another recipe")
 
     def resolved_criterion(self) -> str:
-        """Return the criterion, or its default given the class weights."""
+        """Return the criterion, or its default given the class weights. Pretraining validates its loss."""
+        if self.method is not None:
+            return "loss"
         balanced = self.data.balance or self.objective.class_weights != "none"
         return self.criterion or task_named(self.task).default_criterion(class_balanced=balanced)
 
@@ -290,6 +302,22 @@ def option_names() -> list[str]:
         names.append(name)
         names += [f"{name}.{leaf}" for leaf in (config.model_fields if config is not None else ())]
     return [*names, "model.name", "model.paper"]
+
+
+def pretraining_recipe(method: str, recipe: str | Path | Recipe | None, changes: Sequence[str]) -> Recipe:
+    """Return the recipe of a pretraining method, or the given one with these changes; raise if it needs labels."""
+    if method not in METHODS:
+        raise ConfigError(f"method is {method!r}; choose {', '.join(METHODS)}{suggest(method, METHODS)}")
+    chosen = read_recipe(method if recipe is None else recipe, changes)
+    if chosen.method is None:
+        raise ConfigError(f"the recipe learns from labels; use vitrail train, or add a table such as [{method}] to it")
+    return chosen
+
+
+def check_supervised(recipe: str | Path | Recipe | None, changes: Sequence[str]) -> None:
+    """Raise for a recipe that pretrains without labels."""
+    if recipe is not None and (method := read_recipe(recipe, changes).method) is not None:
+        raise ConfigError(f"the recipe pretrains without labels ({method}); use vitrail pretrain")
 
 
 def default_recipe(pretrained: object) -> str:

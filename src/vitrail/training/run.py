@@ -19,20 +19,21 @@ from vitrail.data.stream import RankSlice, Stream
 from vitrail.errors import ConfigError
 from vitrail.models.vit import ViT
 from vitrail.runtime import derive_seed, seed_torch
+from vitrail.tasks.task import AUGMENTED_ONLY
 from vitrail.training.averaging import Average
 from vitrail.training.context import Job
 from vitrail.training.criterion import BEST, STATES, Best
-from vitrail.training.defaults import TrainingPlan
 from vitrail.training.distributed import Ranks
 from vitrail.training.finetune_init import FinetuneInit, adapted
 from vitrail.training.learner import Learner, ShownMetrics
+from vitrail.training.learners import learner_of, shown_metrics
 from vitrail.training.optimizers import freeze, make_optimizer
 from vitrail.training.pipeline import FinishedStep
+from vitrail.training.plan import TrainingPlan
 from vitrail.training.run_logger import RunLogger
 from vitrail.training.split_predictions import SplitPredictor, split_predictor
 from vitrail.training.state import Progress, Setting, State, load_state, save_state
 from vitrail.training.step import Stepper
-from vitrail.training.supervised import Supervised
 
 LAST = "last"
 
@@ -171,7 +172,7 @@ def start_run(job: Job, splits: Splits, pretrained: Bundle | None, folder: Path,
     ranks = context.ranks
     with ranks.together():
         bundle = _initial_bundle(plan, splits.train.classes, pretrained)
-        learner = Supervised.of(plan, splits.train, context.device)
+        learner = learner_of(plan, context.device, splits.train)
         state = _initial_state(job, bundle.model, learner)
         training = _training(job, splits.train)
         stepper = Stepper(plan.recipe, plan.preprocess, context.device, context.precision, learner, ranks)
@@ -196,7 +197,7 @@ def start_run(job: Job, splits: Splits, pretrained: Bundle | None, folder: Path,
         state=state,
         training=training,
         stepper=stepper,
-        shown=plan.task,
+        shown=shown_metrics(plan),
         setting=setting,
         logger=logger,
         predict=predict,
@@ -208,6 +209,10 @@ def start_run(job: Job, splits: Splits, pretrained: Bundle | None, folder: Path,
 def _initial_bundle(plan: TrainingPlan, classes: tuple[str, ...], pretrained: Bundle | None) -> Bundle:
     """Return the initial bundle: the pretrained model adapted to the data, or one with random weights."""
     seed_torch(derive_seed(plan.recipe.seed, "weights"))  # also for a new head
+    if plan.recipe.method is not None:
+        return Bundle(
+            ViT(plan.model), plan.preprocess, None, {"source": f"pretrained from scratch: {plan.recipe.method}"}
+        )
     task, names = plan.task, plan.task.output_names(classes)
     if pretrained is not None:
         return adapted(pretrained, plan.recipe.pretrained or FinetuneInit(), plan.model, task.name, names)
@@ -247,12 +252,12 @@ def _training(job: Job, train: Source) -> Training:
 
 
 def _logger(folder: Path, plan: TrainingPlan, step: int, observer: RunObserver) -> RunLogger:
-    note = plan.task.loss_note(plan.recipe.model_dump())
+    note = AUGMENTED_ONLY if plan.recipe.method is not None else plan.task.loss_note(plan.recipe.model_dump())
     return RunLogger(
         folder,
         step,
         observer.note,
-        shown=plan.task,
+        shown=shown_metrics(plan),
         compiled=plan.recipe.compile,
         losses=(note.training, note.validation),
     )

@@ -17,7 +17,7 @@ from vitrail.errors import DataError
 from vitrail.evaluation import predict_all
 from vitrail.tasks.task import Predictions, Task
 from vitrail.training.context import RunContext, evaluation_batch
-from vitrail.training.defaults import TrainingPlan
+from vitrail.training.plan import TrainingPlan
 from vitrail.training.run_folder import atomic_run_file
 
 
@@ -35,7 +35,7 @@ class SplitPredictor:
         context = self.context
         own = predict_all(
             model,
-            self._batches(source),
+            self.batches(source),
             self.plan.preprocess,
             context.device,
             context.precision,
@@ -56,7 +56,7 @@ class SplitPredictor:
             bad,
         )
 
-    def _batches(self, source: Source) -> Iterator[Batch]:
+    def batches(self, source: Source) -> Iterator[Batch]:
         """Yield this rank's slice of a split."""
         if self.kept is not None and source is self.kept[0]:
             return self.kept[1].batches()

@@ -40,6 +40,7 @@ def plan_step(
         gradient_checkpointing=recipe.gradient_checkpointing,
         gradient_accumulation=recipe.gradient_accumulation,
         alone=alone,
+        pretraining=recipe.method is not None,
     )
 
 

@@ -13,8 +13,8 @@ from vitrail.data.sources.source import Source
 from vitrail.models.vit import ViT
 from vitrail.tasks.metrics import HELD_OUT, TRAINING, Metrics
 from vitrail.tasks.task import Task, TrainingLoss
-from vitrail.training.defaults import TrainingPlan
 from vitrail.training.learner import Learner, Validation
+from vitrail.training.plan import TrainingPlan
 from vitrail.training.run_folder import MetricsFile
 from vitrail.training.run_logger import gap_warning
 

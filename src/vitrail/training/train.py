@@ -19,10 +19,12 @@ from vitrail.tasks.metrics import Metrics
 from vitrail.training.auto_batch import fit_batch_to_memory, memory_limit
 from vitrail.training.console import RunConsole, SilentConsole
 from vitrail.training.context import Job, open_splits, run_context
-from vitrail.training.defaults import ResolvedDefault, TrainingPlan, before_training, describe_data, resolve_defaults
+from vitrail.training.defaults import before_training, resolve_defaults
 from vitrail.training.distributed import Ranks
 from vitrail.training.finetune_init import opened_pretrained
+from vitrail.training.learners import shown_metrics
 from vitrail.training.loop import RunResult, train_run
+from vitrail.training.plan import ResolvedDefault, TrainingPlan, describe_data
 from vitrail.training.preparation import PreparedFolder, prepare_folder
 from vitrail.training.recipe import Recipe, default_recipe, read_recipe
 from vitrail.training.run_folder import Origin, check_outside_data, default_folder, locked, origin_of
@@ -82,7 +84,7 @@ def train(
             with _timed(request.folder, job):
                 final = evaluate_on == "test"
                 result = train_run(job, splits, request.pretrained, request.folder, console, final=final)
-            summary = _summary(result, splits)
+            summary = _summary(result, splits, pretraining=job.plan.recipe.method is not None)
             _print_result(console, request.folder, result.metrics, summary)
     return Run(request.folder, result.best, result.metrics, job.plan.defaults, summary)
 
@@ -116,7 +118,7 @@ def _request(
     splits = open_splits(data, recipe)
     facts = describe_data(splits.train, device.type)
     plan = resolve_defaults(recipe, facts, bundle)
-    advice = before_training(facts, plan.model, fresh=bundle is None)
+    advice = before_training(facts, plan.model, fresh=bundle is None) if recipe.method is None else []
     origin = origin_of(data, bundle)
     place = Path(folder) if folder is not None else default_folder(origin, [plan.recipe])
     check_outside_data(place, origin)
@@ -175,7 +177,11 @@ def _opened(request: _Request, job: Job, quiet: bool, printed: set[str] | None) 
                 stack.enter_context(locked(folder))
                 prepared = prepare_folder(folder, job.plan, request.splits, request.origin)
                 console = RunConsole(
-                    folder, shown=job.plan.task, quiet=quiet, compiled=job.plan.recipe.compile, printed=printed
+                    folder,
+                    shown=shown_metrics(job.plan),
+                    quiet=quiet,
+                    compiled=job.plan.recipe.compile,
+                    printed=printed,
                 )
                 stack.enter_context(console)
                 _introduce(console, request, job, prepared)
@@ -215,9 +221,10 @@ def _timed(folder: Path, job: Job) -> AbstractContextManager[None]:
     return timed_session(folder, job.device, job.processes, job.precision)
 
 
-def _summary(result: RunResult, splits: Splits) -> str:
+def _summary(result: RunResult, splits: Splits, *, pretraining: bool) -> str:
     split = "test" if splits.test is not None else "validation" if splits.val is not None else "training"
-    chosen_by = f"; evaluated on the {split} split" + ("" if splits.test is not None else "; selected on these images")
+    selected = splits.test is None and not pretraining
+    chosen_by = f"; evaluated on the {split} split" + ("; selected on these images" if selected else "")
     bad, waiting_fraction = result.bad_files, result.waiting_fraction
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     skipped = f"; unreadable and skipped in training: {', '.join(bad[:3])}{more}" if bad else ""

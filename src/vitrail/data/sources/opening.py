@@ -134,6 +134,35 @@ def _too_few_classes(place: str, train: Source) -> list[str]:
     return [f"{printable_path(place)} has {actual}; training needs at least two classes"]
 
 
+def open_unlabelled(place: str | os.PathLike[str], *, seed: int = 0, val: float = 0.05) -> Splits:
+    """Open images to pretrain on: a training split, and a validation split drawn from it; no labels are needed.
+
+    If the data defines splits, only its training split is used. Classes are kept if all images have one; otherwise all
+    images are of the class "image".
+    """
+    place = place_of(place)
+    source = _open_splits(place, None, None)["train"] if _has_splits(place) else open_source(place)
+    nothing = np.zeros_like(source.labels)
+    if (source.labels < 0).any():
+        source = Renumbered(source, ("image",), nothing)
+    if len(source) < 2:
+        raise DataError(f"{printable_path(place)} has {len(source)} images; pretraining needs at least two")
+    # Not by class: a rare one need not be in both splits.
+    for_train, for_val, _ = split_indices(nothing, seed=seed, val=val, test=0)
+    train, drawn = split_of(source, for_train), split_of(source, for_val) if len(for_val) else None
+    return Splits(train, drawn, None, make_record("drawn", train, drawn, None, seed=seed, fractions={"val": val}))
+
+
+def _has_splits(place: str) -> bool:
+    """Whether data is in folders or files named after splits."""
+    if not os.path.isdir(place):
+        return not os.path.lexists(place) and place != "digits" and len(_group_shards(_existing_shards(place))) > 1
+    inside = _look_into(place)
+    return bool(_split_folders(place, inside.folders)) or (
+        bool(inside.shards) and len(_group_shards(inside.shards)) > 1
+    )
+
+
 def open_source(place: str | os.PathLike[str], *, on_progress: Progress | None = None) -> Source:
     """Open data as one source, to predict or evaluate. Images without a class have label -1."""
     place = place_of(place)

@@ -84,7 +84,10 @@ class MaskedAutoencoder(nn.Module):
         like = next(encoder.parameters())
         self.settings = settings
         self.encoder = encoder
-        self.decoder = Decoder(encoder.config, settings).to(like.device, like.dtype)
+        with like.device:
+            self.decoder = Decoder(encoder.config, settings)
+        if like.dtype != torch.get_default_dtype():  # moving fake tensors, as a forecast has them, is an error
+            self.decoder.to(like.dtype)
 
     def forward(self, pixels: Tensor, noise: Tensor) -> Tensor:
         """Return the mean squared error of the masked patches of normalised images (B, C, H, W).

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vitrail.errors import ConfigError
 from vitrail.inference import protocols
-from vitrail.inference.protocols import vote
+from vitrail.metrics.neighbours import vote
 
 
 def weights(distances: NDArray[np.float64]) -> NDArray[np.float64]:

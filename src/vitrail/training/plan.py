@@ -1,0 +1,108 @@
+"""The plan of a run: a fully resolved recipe, the data it follows from, and what was chosen and why."""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vitrail.data.augmentation.augment import Augmentation
+from vitrail.data.augmentation.mixing import Mixing
+from vitrail.data.decode import decode, open_image
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources.source import Source
+from vitrail.errors import DataError
+from vitrail.models.config import ViTConfig
+from vitrail.tasks.lookup import task_named
+from vitrail.tasks.task import Task
+from vitrail.training.recipe import Recipe
+
+SAMPLED_IMAGES = 64
+"""Number of images to open when describing the data."""
+
+
+class DataFacts(NamedTuple):
+    """Properties of the training images."""
+
+    images: int
+    classes: tuple[str, ...]
+    side: int
+    """Median of the shorter sides, in pixels."""
+    grey: bool
+    device: str = "cpu"
+    """Device type: "cpu", "cuda" or "mps". On a CPU the model has to be small to train in minutes."""
+
+
+class ResolvedDefault(NamedTuple):
+    """A field that was left unset, the value chosen for it, and why."""
+
+    field: str
+    value: Any
+    reason: str
+
+
+class TrainingPlan(NamedTuple):
+    """A fully resolved recipe, and what follows from it."""
+
+    recipe: Recipe
+    """Only `batch = "auto"` is resolved later, by `fit_batch_to_memory`: it must not change the folder's name."""
+    model: ViTConfig
+    preprocess: Preprocess
+    classes: tuple[str, ...]
+    """The classes of the data, which labels count."""
+    batch: int
+    """If the recipe's batch is "auto": its upper bound."""
+    steps: int
+    peak_lr: float
+    """The peak learning rate."""
+    augmentation: Augmentation
+    mixing: Mixing
+    defaults: list[ResolvedDefault]
+
+    @property
+    def task(self) -> Task:
+        """What the model learns."""
+        return task_named(self.recipe.task)
+
+
+def describe_data(source: Source, device: str = "cpu") -> DataFacts:
+    """Describe the data from a few images, spread evenly over the source."""
+    sides: list[int] = []
+    grey: list[bool] = []
+    for index in np.linspace(0, len(source) - 1, min(SAMPLED_IMAGES, len(source))).astype(int).tolist():
+        try:
+            stored = source.read(index)
+            image = open_image(stored)
+            sides.append(min(image.height, image.width))
+            if len(grey) < 8:
+                pixels = decode(stored, 3)
+                grey.append(bool((pixels[..., 0] == pixels[..., 1]).all() and (pixels[..., 1] == pixels[..., 2]).all()))
+        except DataError:
+            continue
+    if not sides:
+        raise DataError("none of the sampled images can be read; run vitrail check on the data")
+    return DataFacts(len(source), source.classes, int(np.median(sides)), all(grey), device)
+
+
+def with_batch(plan: TrainingPlan, batch: int, images: int, reason: str) -> TrainingPlan:
+    """Return the plan with its "auto" batch size resolved."""
+    recipe = plan.recipe.replace(batch=batch)
+    defaults = [*plan.defaults, ResolvedDefault("batch", batch, reason)]
+    return plan._replace(recipe=recipe, batch=batch, steps=steps_of(recipe, images, batch), defaults=defaults)
+
+
+def steps_per_epoch_text(images: int, batch: int) -> str:
+    """Say how many steps an epoch takes."""
+    steps = max(1, round(images / batch))
+    return f"about {steps:,} {'step' if steps == 1 else 'steps'} per epoch of {images:,} images"
+
+
+def steps_of(recipe: Recipe, images: int, batch: int) -> int:
+    """Return the length of a run in steps."""
+    if recipe.steps is not None:
+        return recipe.steps
+    return max(1, math.ceil((recipe.epochs or 1) * images * recipe.data.repeats / batch))
+
+
+def written_model(model: ViTConfig) -> dict[str, Any]:
+    """Return every set field of a model for TOML; an omitted field could resolve differently on another device."""
+    return {name: value for name, value in model.model_dump(mode="json").items() if value is not None}

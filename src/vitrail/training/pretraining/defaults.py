@@ -1,0 +1,159 @@
+"""Resolve what a pretraining recipe leaves unset from the images and the device, each with a reason."""
+
+import math
+from typing import Any
+
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.data.augmentation.augment import Augmentation
+from vitrail.data.augmentation.mixing import Mixing
+from vitrail.data.augmentation.on_device import check_on_device
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import ConfigError
+from vitrail.models.config import ViTConfig
+from vitrail.models.variants import variant_config
+from vitrail.training.optimizers import learning_rate
+from vitrail.training.plan import (
+    DataFacts,
+    ResolvedDefault,
+    TrainingPlan,
+    steps_of,
+    steps_per_epoch_text,
+    written_model,
+)
+from vitrail.training.pretraining.mae import MaeSettings, check_mae
+from vitrail.training.recipe import Recipe
+
+TINY_SIDE, SMALL_SIDE = 16, 40
+"""Images up to these sides count as tiny or small; larger ones as photos."""
+BASE_BATCH, BASE_LR = 256, 1.5e-4
+"""The paper's learning rate, for this batch size; it grows in proportion to the batch."""
+LEAST_LR = 5e-4
+"""Small batches take many steps, and small models tolerate larger ones."""
+
+
+def resolve_pretraining(recipe: Recipe, facts: DataFacts, pretrained: Bundle | None) -> TrainingPlan:
+    """Resolve every field that a pretraining recipe leaves unset."""
+    if pretrained is not None:
+        raise ConfigError("pretraining starts from random weights; leave out --from")
+    if recipe.mixing is not None and recipe.mixing.on:
+        raise ConfigError("pretraining does not mix images; leave out mixing")
+    defaults: list[ResolvedDefault] = []
+    model = _model(recipe, facts, defaults)
+    settings = _settings(recipe, model, defaults)
+    half = (0.5,) * model.channels
+    preprocess = Preprocess(size=model.image_size, channels=model.channels, mean=half, std=half, resize="cover")
+    preprocess = preprocess.replace(**recipe.preprocess)
+    batch = recipe.batch if isinstance(recipe.batch, int) else _batch(recipe, facts, defaults)
+    epochs = recipe.epochs
+    if epochs is None and recipe.steps is None:
+        epochs = _epochs(facts, defaults)
+    lr = recipe.optimizer.lr
+    if lr is None:
+        lr = max(LEAST_LR, BASE_LR * batch / BASE_BATCH)
+        why = f"the paper's, scaled to a batch of {batch}" if lr > LEAST_LR else "usual for small batches"
+        defaults.append(ResolvedDefault("optimizer.lr", lr, why))
+    augmentation = _augmentation(facts, defaults) if recipe.augmentation is None else recipe.augmentation
+    if recipe.data.on_device:
+        check_on_device(augmentation)
+    resolved = recipe.replace(
+        model=written_model(model),
+        batch="auto" if recipe.batch == "auto" else batch,
+        epochs=epochs,
+        optimizer=recipe.optimizer.replace(lr=lr),
+        augmentation=augmentation,
+        mixing=Mixing(),
+        criterion="loss",
+        mae=settings,
+    )
+    steps = steps_of(resolved, facts.images, batch)
+    learning_rate(resolved.schedule, 0, steps, lr)  # raises if the schedule does not fit, before anything is written
+    return TrainingPlan(
+        resolved, model, preprocess, facts.classes, batch, steps, lr, augmentation, Mixing(), defaults
+    )  # fmt: skip
+
+
+def _model(recipe: Recipe, facts: DataFacts, defaults: list[ResolvedDefault]) -> ViTConfig:
+    fields = dict(recipe.model)
+    if fields.pop("classes", 0):
+        raise ConfigError("pretraining learns without classes; leave out model.classes")
+    if fields.pop("paper", False):
+        raise ConfigError("model.paper is for training with labels; use model.name to select one of its models")
+    name = fields.pop("name", None)
+    if name is not None:
+        return variant_config(name).replace(**{**fields, "classes": 0})
+    return ViTConfig.model_validate({**_small_model(facts, fields, defaults), **fields, "classes": 0})
+
+
+def _small_model(facts: DataFacts, fields: dict[str, Any], defaults: list[ResolvedDefault]) -> dict[str, Any]:
+    """Return a model that pretrains quickly; `fields` are those already set."""
+    tiny, small, on_cpu = facts.side <= TINY_SIDE, facts.side <= SMALL_SIDE, facts.device == "cpu"
+    patch = 2 if tiny else 4 if small else 8
+    given = fields.get("patch_size", patch)
+    patch = given if isinstance(given, int) and given > 0 else patch
+    size = max(patch, min(facts.side, 64 if on_cpu else 96) // patch * patch)
+    width, depth = (64, 4) if tiny else (96, 4) if on_cpu else (384, 8)
+    model: dict[str, Any] = {
+        "image_size": (size, size),
+        "patch_size": (patch, patch),
+        "stem": "conv",
+        "width": width,
+        "depth": depth,
+        "heads": max(1, width // 32 if on_cpu else width // 64),
+        "channels": 1 if facts.grey else 3,
+        "class_token": "none",
+        "pool": "mean",
+        "final_norm": "after_pool",
+        "position": "sincos_2d",
+        "init": "timm",
+    }
+    reasons = {
+        "image_size": f"the shorter sides are about {facts.side} pixels",
+        "patch_size": f"gives {(size // patch) ** 2} patches",
+        "width": "small enough for a CPU" if on_cpu else "a common small size",
+        "depth": "same reason as width",
+        "channels": "the images are greyscale" if facts.grey else "the images are in colour",
+    }
+    defaults += [
+        ResolvedDefault(f"model.{name}", model[name], why) for name, why in reasons.items() if name not in fields
+    ]
+    return model
+
+
+def _settings(recipe: Recipe, model: ViTConfig, defaults: list[ResolvedDefault]) -> MaeSettings:
+    """Return the settings with a decoder that suits the encoder, unless the recipe names one."""
+    settings = recipe.mae or MaeSettings()
+    if not settings.model_fields_set & {"decoder_width", "decoder_depth", "decoder_heads"} and model.width < 512:
+        heads = max(1, model.width // 64)
+        width = heads * 32
+        settings = settings.replace(decoder_width=width, decoder_depth=2, decoder_heads=heads)
+        defaults.append(ResolvedDefault("mae.decoder_width", width, f"half of the encoder's {model.width}"))
+        defaults.append(ResolvedDefault("mae.decoder_depth", 2, "enough for a small encoder"))
+    check_mae(model, settings)
+    return settings
+
+
+def _batch(recipe: Recipe, facts: DataFacts, defaults: list[ResolvedDefault]) -> int:
+    most = 8 if facts.device == "cpu" else 10
+    power = 1 << max(5, min(most, round(math.log2(max(1, facts.images / 24)))))
+    batch = -(-power // recipe.gradient_accumulation) * recipe.gradient_accumulation
+    if recipe.batch is None:
+        defaults.append(ResolvedDefault("batch", batch, steps_per_epoch_text(facts.images, batch)))
+    return batch
+
+
+def _epochs(facts: DataFacts, defaults: list[ResolvedDefault]) -> float:
+    samples, most = (100_000, 200) if facts.device == "cpu" else (20_000_000, 800)
+    epochs = float(max(10, min(most, round(samples / facts.images))))
+    seen = round(int(epochs) * facts.images, -3)
+    defaults.append(ResolvedDefault("epochs", epochs, f"about {seen:,} training samples in total"))
+    return epochs
+
+
+def _augmentation(facts: DataFacts, defaults: list[ResolvedDefault]) -> Augmentation:
+    tiny = facts.side <= TINY_SIDE
+    flip = 0.0 if tiny or facts.grey else 0.5
+    area = (0.5, 1.0) if tiny else (0.2, 1.0)
+    flips = "no flips, because they may be letters" if not flip else "flips"
+    why = f"random resized crops, {flips}; masking is the main augmentation"
+    defaults.append(ResolvedDefault("augmentation", "crops", why))
+    return Augmentation(crop_area=area, flip=flip)

@@ -1,0 +1,112 @@
+"""Learning from images alone: a method's module, its loss, and how features are watched while it trains."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.data.batches import Batch
+from vitrail.errors import Diverged
+from vitrail.metrics.features import feature_diversity
+from vitrail.metrics.neighbours import leave_one_out
+from vitrail.models.vit import ViT
+from vitrail.runtime import autocast, eval_mode
+from vitrail.tasks.metrics import HELD_OUT, TRAINING, Metrics
+from vitrail.training.learner import Learner, Validation
+from vitrail.training.plan import TrainingPlan
+from vitrail.training.pretraining.draws import uniform
+from vitrail.training.pretraining.mae import MaeSettings, MaskedAutoencoder
+from vitrail.training.pretraining.metrics import PretrainingMetrics
+
+if TYPE_CHECKING:
+    from vitrail.training.run import TrainingRun
+
+LEAST_SPREAD = 0.01
+"""Features whose spread, times the root of their width, is below this have collapsed: it is 1 if they are random."""
+
+
+@dataclass(frozen=True)
+class Pretraining(Learner):
+    """Pretrains a model: the module has a decoder, which is thrown away."""
+
+    plan: TrainingPlan
+    labelled: bool
+    """Whether classes are known; they only serve to watch the features."""
+
+    def module(self, model: ViT) -> nn.Module:
+        """Return the model with its decoder."""
+        return MaskedAutoencoder(model, self.plan.recipe.mae or MaeSettings())
+
+    def kept(self, module: nn.Module) -> ViT:
+        """Return the encoder."""
+        return cast("MaskedAutoencoder", module).encoder
+
+    def inputs(self, pixels: Tensor, first: int) -> tuple[Tensor, ...]:
+        """Return images and noise, which chooses the masked patches."""
+        return pixels, self._noise(first, pixels, "masks")
+
+    def loss(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the module's loss."""
+        return outputs, outputs.detach() * len(batch.labels)
+
+    def validate(self, run: "TrainingRun") -> Validation:
+        """Compute loss and features on the validation split; raise if the features have collapsed."""
+        metrics, images = self._measured(run, run.state.model)
+        width = run.plan.model.width
+        if metrics["val_spread"] * width**0.5 < LEAST_SPREAD:
+            raise Diverged(
+                f"the features have collapsed after step {run.progress.step:,}: they are nearly the same for all "
+                f"images (spread {metrics['val_spread']:.1g}); use a smaller optimizer.lr, a longer warm-up or a "
+                f"larger batch, in a new run"
+            )
+        return Validation(metrics, images)
+
+    def standard_error(self, criterion: str, value: float, images: int) -> float | None:  # noqa: ARG002
+        """Return infinity: every checkpoint counts as good as an earlier one, so the last one is kept."""
+        return float("inf")
+
+    def evaluate(self, run: "TrainingRun", best: Bundle, *, final: bool) -> Metrics:  # noqa: ARG002
+        """Return the metrics of the kept model on the validation split; the loss is the last one."""
+        metrics, images = self._measured(run, run.state.model)
+        kind = HELD_OUT if run.splits.val is not None else TRAINING
+        return PretrainingMetrics(
+            images=images,
+            kind=kind,
+            loss=metrics["val_loss"],
+            knn=metrics.get("val_knn"),
+            rank=metrics["val_rank"],
+            spread=metrics["val_spread"],
+        )
+
+    def _noise(self, first: int, pixels: Tensor, purpose: str) -> Tensor:
+        patches = self.plan.model.patches
+        return uniform(self.plan.recipe.seed, purpose, first, len(pixels), patches, pixels.device)
+
+    @torch.no_grad()
+    def _measured(self, run: "TrainingRun", module: nn.Module) -> tuple[dict[str, float], int]:
+        """Return the loss on the validation split, with the same masks every time, and properties of the features."""
+        context, preprocess = run.job.context, run.plan.preprocess
+        losses: list[Tensor] = []
+        features: list[Tensor] = []
+        labels: list[Tensor] = []
+        with eval_mode(module):
+            for batch in run.predict.batches(run.validation_source):
+                if not len(batch.labels):
+                    continue
+                pixels = preprocess.normalise(batch.to(context.device).pixels)
+                noise = self._noise(int(batch.indices[0]), pixels, "validation masks")
+                with autocast(context.device, context.precision):
+                    losses.append(module(pixels, noise).float() * len(pixels))
+                    features.append(self.kept(module)(pixels).float())
+                labels.append(batch.labels)
+        own = torch.cat(features).cpu(), torch.cat(labels).cpu(), torch.stack(losses).sum().cpu()
+        gathered = context.ranks.all_gather(own)
+        pooled, known = (torch.cat([part[index] for part in gathered]) for index in (0, 1))
+        loss = float(sum(part[2] for part in gathered)) / len(pooled)
+        diversity = feature_diversity(pooled)
+        metrics = {"val_loss": loss, "val_rank": diversity.rank, "val_spread": diversity.spread}
+        if self.labelled and len(pooled) > 1:
+            metrics["val_knn"] = leave_one_out(pooled, known, len(run.validation_source.classes))
+        return metrics, len(pooled)
