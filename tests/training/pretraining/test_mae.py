@@ -243,7 +243,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(kind: str) -> None:
     assert all(torch.equal(gradient, expected[name]) for name, gradient in gradients(model).items())
 
 
-@pytest.mark.parametrize("kind", ["plain", pytest.param("rope", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "rope"])
 def test_one_graph(kind: str) -> None:
     torch.compiler.reset()
     model = build(kind).train()
