@@ -9,7 +9,7 @@ import typer
 import vitrail
 from vitrail.cli.output import echo, on_one_stream
 
-METHODS = ("mae",)
+METHODS = ("mae", "masked-patches")
 """The methods, listed here because importing them would slow down `--help`."""
 
 

@@ -114,13 +114,14 @@ class RunConsole:
         """Print the validation metrics."""
         headline, criterion = self.metrics.headline, self.metrics.criteria[row["criterion"]]
         star = ""
-        if row["best"] == row["step"]:
+        if row["best"] == row["step"] and row["highest"] is not None:
             star = "  (best so far)" if row["highest"] else f"  ({WITHIN_ERROR})"
         by = ""
         if criterion.key not in (headline.key, "val_loss"):
             by = f", {criterion.name} {criterion.show(row[criterion.key])}"
         value = f"{headline.name} {headline.show(row[headline.key])}"
-        metrics = f"{value} on the validation split{by}, loss {number(row['val_loss'])}"
+        loss = f", loss {number(row['val_loss'])}" if headline.key != "val_loss" else ""
+        metrics = f"{value} on the validation split{by}{loss}"
         self.note(f"step {row['step']:,}: {metrics}{star}")
 
     def _print(self, plain: str, rich_text: RenderableType, *, wrap: bool = True, shown: bool = True) -> None:

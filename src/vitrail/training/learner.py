@@ -10,7 +10,7 @@ memory forecast are the same for both.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -50,6 +50,9 @@ class Validation(NamedTuple):
 
 class Learner(ABC):
     """What a run trains."""
+
+    keeps_last: ClassVar[bool] = False
+    """Whether the last checkpoint is kept, and not the one with the best criterion."""
 
     @abstractmethod
     def module(self, model: ViT) -> nn.Module:

@@ -32,8 +32,9 @@ from vitrail.training.averaging import Averaging
 from vitrail.training.finetune_init import FinetuneInit
 from vitrail.training.optimizers import Optimizer, Schedule
 from vitrail.training.pretraining.mae import MaeSettings
+from vitrail.training.pretraining.masked_patches import MaskedPatchesSettings
 
-METHODS = ("mae",)
+METHODS = ("mae", "masked_patches")
 """The tables of a recipe for pretraining, one per method."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 _MODEL_HAS = {"size": "image_size", "channels": "channels"}
@@ -156,6 +157,8 @@ class Recipe(Frozen):
     objective: Objective = Objective()
     mae: MaeSettings | None = None
     """Pretrain a masked autoencoder, without labels; `vitrail pretrain`."""
+    masked_patches: MaskedPatchesSettings | None = None
+    """Pretrain by masked patch prediction, without labels; `vitrail pretrain --method masked-patches`."""
 
     @property
     def method(self) -> str | None:
@@ -169,6 +172,8 @@ class Recipe(Frozen):
                 f"epochs is {self.epochs:g} and steps is {self.steps}; leave one of them out, or unset it with "
                 f"epochs=none or steps=none"
             )
+        if len(methods := [name for name in METHODS if getattr(self, name) is not None]) > 1:
+            raise ConfigError(f"the recipe has tables of several methods, {' and '.join(methods)}; keep one")
         criteria = task_named(self.task).criteria
         if self.criterion is not None and self.criterion not in criteria:
             raise ConfigError(
@@ -306,8 +311,9 @@ def option_names() -> list[str]:
 
 def pretraining_recipe(method: str, recipe: str | Path | Recipe | None, changes: Sequence[str]) -> Recipe:
     """Return the recipe of a pretraining method, or the given one with these changes; raise if it needs labels."""
-    if method not in METHODS:
-        raise ConfigError(f"method is {method!r}; choose {', '.join(METHODS)}{suggest(method, METHODS)}")
+    names = [name.replace("_", "-") for name in METHODS]
+    if method not in names:
+        raise ConfigError(f"method is {method!r}; choose {' or '.join(names)}{suggest(method, names)}")
     chosen = read_recipe(method if recipe is None else recipe, changes)
     if chosen.method is None:
         raise ConfigError(f"the recipe learns from labels; use vitrail train, or add a table such as [{method}] to it")

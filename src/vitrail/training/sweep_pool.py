@@ -132,7 +132,7 @@ class _Processes:
                 time.sleep(INTERVAL)
                 for worker in self.workers:
                     run = worker.run
-                    if run is None or not worker.answered():
+                    if run is None or not worker.has_finished():
                         continue
                     error = worker.finish(run)
                     if error is None and not worker.failed:
@@ -186,7 +186,7 @@ class _Worker:
         self.model: str | None = None
         """What it has compiled last."""
         self.terminated = self.failed = False
-        self.answers, self.printed = _Output(), _Output()
+        self.reports, self.printed = _Output(), _Output()
         own = {
             "OMP_NUM_THREADS": str(threads),
             "LOCAL_WORLD_SIZE": str(jobs),  # as under torchrun: memory and data-loading processes are shared
@@ -196,7 +196,7 @@ class _Worker:
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "vitrail.training.sweep_worker"],
             stdin=subprocess.PIPE,
-            stdout=self.answers.file,
+            stdout=self.reports.file,
             stderr=self.printed.file,
             env={**inherited, **own},
             start_new_session=True,  # Ctrl-C reaches this process only, which then stops all others in order
@@ -209,33 +209,33 @@ class _Worker:
         return self.run is None and self.process.poll() is None
 
     def start(self, run: PlannedRun, request: RunRequest) -> None:
-        """Train a run; a process that has ended meanwhile is noticed by `answered`."""
+        """Train a run; a process that has ended meanwhile is noticed by `has_finished`."""
         self.run, self.model = run, run.compiled_model
         with suppress(BrokenPipeError):
             self.requests.write(json.dumps(request._asdict()).encode() + b"\n")
             self.requests.flush()
 
-    def answered(self) -> bool:
+    def has_finished(self) -> bool:
         """Whether the run has finished, or the process has ended."""
         self.failed = self.process.poll() is not None
-        return self.failed or self.answers.has_more()
+        return self.failed or self.reports.has_more()
 
     def finish(self, run: PlannedRun) -> VitrailError | None:
         """Return the error of a run, if any; add what it printed to its log."""
         self.run = None
-        printed, answer = self.printed.read(), self.answers.read()
+        printed, report = self.printed.read(), self.reports.read()
         if printed and run.folder.is_dir():
             with suppress(OSError), (run.folder / LOG).open("a", encoding="utf-8") as log:
                 log.write(printed)
-        return self._error(run, printed, answer)
+        return self._error(run, printed, report)
 
-    def _error(self, run: PlannedRun, printed: str, answer: str) -> VitrailError | None:
+    def _error(self, run: PlannedRun, printed: str, report: str) -> VitrailError | None:
         with suppress(ValueError):
-            report = json.loads(answer)
-            if not report:
+            content = json.loads(report)
+            if not content:
                 return None
-            kind: type[VitrailError] = getattr(errors, report["error"], VitrailError)
-            return kind(f"{run.title}: {report['message']}")
+            kind: type[VitrailError] = getattr(errors, content["error"], VitrailError)
+            return kind(f"{run.title}: {content['message']}")
         code = self.process.returncode
         if code < 0:
             name = signal.Signals(-code).name
@@ -254,7 +254,7 @@ class _Worker:
         self.process.wait()
         with suppress(BrokenPipeError):
             self.requests.close()
-        self.answers.file.close()
+        self.reports.file.close()
         self.printed.file.close()
 
 

@@ -1,7 +1,8 @@
 """`python -m vitrail.training.sweep_worker`: the runs of a sweep, one after the other, in a process of their own.
 
-Reads a request per line from stdin, as JSON, and answers each with a line on stdout: an empty object, or the error.
-Importing torch, starting CUDA and loading the compiler take longer than a short run, so a process is used again.
+Reads a request per line from stdin, as JSON, and writes a line to stdout when it is done: an empty object, or the
+error. Importing torch, starting CUDA and loading the compiler take longer than a short run, so a process is used
+again.
 
 Exit codes: 0, no more requests; 128 + signal, stopped, with the state of the run saved.
 """
@@ -61,11 +62,11 @@ class RunRequest(NamedTuple):
 
 def main() -> None:
     """Train the run of each request."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # stdout is for answers only; anything printed belongs to stderr
+    reports = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # stdout is for reports only; anything printed belongs to stderr
     watched = False
     for line in sys.stdin:
-        request, answer = RunRequest(**json.loads(line)), {}
+        request, report = RunRequest(**json.loads(line)), {}
         if not watched:
             exit_with_launcher(request.launcher)
             watched = True
@@ -74,11 +75,11 @@ def main() -> None:
         except Stopped as stopped:
             sys.exit(128 + stopped.number)
         except VitrailError as error:
-            answer = {"error": type(error).__name__, "message": str(error)}
+            report = {"error": type(error).__name__, "message": str(error)}
         gc.collect()
         torch.cuda.empty_cache()  # other processes may need the memory before this one does
         sys.stdout.flush()
-        print(json.dumps(answer), file=answers, flush=True)
+        print(json.dumps(report), file=reports, flush=True)
 
 
 if __name__ == "__main__":

@@ -20,14 +20,15 @@ def validate(run: TrainingRun) -> None:
         metrics, images = run.learner.validate(run)
         reached = score(metrics, run.shown.criteria[criterion])
         is_highest = progress.reach(reached)
-        if is_highest or _is_as_good(run, criterion, reached, images):
+        if is_highest or run.learner.keeps_last or _is_as_good(run, criterion, reached, images):
             progress.best_step = progress.step
             if run.ranks.is_main:
                 run.best.save(run.bundle_now())
     row = {"step": progress.step, **metrics, "best": progress.best_step}
     if run.logger is not None:
         run.logger.validation(row)
-    run.observer.validation({**row, "criterion": criterion, "highest": is_highest})
+    chosen = None if run.learner.keeps_last else is_highest
+    run.observer.validation({**row, "criterion": criterion, "highest": chosen})
 
 
 def _is_as_good(run: TrainingRun, criterion: str, reached: Score, images: int) -> bool:

@@ -21,6 +21,7 @@ from vitrail.training.plan import (
     written_model,
 )
 from vitrail.training.pretraining.mae import MaeSettings, check_mae
+from vitrail.training.pretraining.masked_patches import check_masked_patches
 from vitrail.training.recipe import Recipe
 
 TINY_SIDE, SMALL_SIDE = 16, 40
@@ -39,10 +40,12 @@ def resolve_pretraining(recipe: Recipe, facts: DataFacts, pretrained: Bundle | N
         raise ConfigError("pretraining does not mix images; leave out mixing")
     defaults: list[ResolvedDefault] = []
     model = _model(recipe, facts, defaults)
-    settings = _settings(recipe, model, defaults)
     half = (0.5,) * model.channels
     preprocess = Preprocess(size=model.image_size, channels=model.channels, mean=half, std=half, resize="cover")
     preprocess = preprocess.replace(**recipe.preprocess)
+    if recipe.masked_patches is not None:
+        check_masked_patches(model, recipe.masked_patches, preprocess.mean, preprocess.std)
+    mae = None if recipe.mae is None else _with_decoder(recipe.mae, model, defaults)
     batch = recipe.batch if isinstance(recipe.batch, int) else _batch(recipe, facts, defaults)
     epochs = recipe.epochs
     if epochs is None and recipe.steps is None:
@@ -63,7 +66,7 @@ def resolve_pretraining(recipe: Recipe, facts: DataFacts, pretrained: Bundle | N
         augmentation=augmentation,
         mixing=Mixing(),
         criterion="loss",
-        mae=settings,
+        mae=mae,
     )
     steps = steps_of(resolved, facts.images, batch)
     learning_rate(resolved.schedule, 0, steps, lr)  # raises if the schedule does not fit, before anything is written
@@ -103,7 +106,7 @@ def _small_model(facts: DataFacts, fields: dict[str, Any], defaults: list[Resolv
         "class_token": "none",
         "pool": "mean",
         "final_norm": "after_pool",
-        "position": "sincos_2d",
+        "position": "learned_1d",  # which other libraries can open
         "init": "timm",
     }
     reasons = {
@@ -119,9 +122,8 @@ def _small_model(facts: DataFacts, fields: dict[str, Any], defaults: list[Resolv
     return model
 
 
-def _settings(recipe: Recipe, model: ViTConfig, defaults: list[ResolvedDefault]) -> MaeSettings:
+def _with_decoder(settings: MaeSettings, model: ViTConfig, defaults: list[ResolvedDefault]) -> MaeSettings:
     """Return the settings with a decoder that suits the encoder, unless the recipe names one."""
-    settings = recipe.mae or MaeSettings()
     if not settings.model_fields_set & {"decoder_width", "decoder_depth", "decoder_heads"} and model.width < 512:
         heads = max(1, model.width // 64)
         width = heads * 32

@@ -1,7 +1,8 @@
 """Learning from images alone: a method's module, its loss, and how features are watched while it trains."""
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from vitrail.tasks.metrics import HELD_OUT, TRAINING, Metrics
 from vitrail.training.learner import Learner, Validation
 from vitrail.training.plan import TrainingPlan
 from vitrail.training.pretraining.draws import uniform
-from vitrail.training.pretraining.mae import MaeSettings, MaskedAutoencoder
+from vitrail.training.pretraining.methods import METHODS, Method
 from vitrail.training.pretraining.metrics import PretrainingMetrics
 
 if TYPE_CHECKING:
@@ -29,19 +30,20 @@ LEAST_SPREAD = 0.01
 
 @dataclass(frozen=True)
 class Pretraining(Learner):
-    """Pretrains a model: the module has a decoder, which is thrown away."""
+    """Pretrains a model: the module has a decoder or a teacher, which is thrown away."""
 
+    keeps_last: ClassVar[bool] = True
     plan: TrainingPlan
     labelled: bool
     """Whether classes are known; they only serve to watch the features."""
 
     def module(self, model: ViT) -> nn.Module:
-        """Return the model with its decoder."""
-        return MaskedAutoencoder(model, self.plan.recipe.mae or MaeSettings())
+        """Return the model with what the method adds."""
+        return self._method.module(model, self.plan)
 
     def kept(self, module: nn.Module) -> ViT:
         """Return the encoder."""
-        return cast("MaskedAutoencoder", module).encoder
+        return cast("ViT", module.encoder)
 
     def inputs(self, pixels: Tensor, first: int) -> tuple[Tensor, ...]:
         """Return images and noise, which chooses the masked patches."""
@@ -64,8 +66,8 @@ class Pretraining(Learner):
         return Validation(metrics, images)
 
     def standard_error(self, criterion: str, value: float, images: int) -> float | None:  # noqa: ARG002
-        """Return infinity: every checkpoint counts as good as an earlier one, so the last one is kept."""
-        return float("inf")
+        """Return None: the last checkpoint is kept in any case."""
+        return None
 
     def evaluate(self, run: "TrainingRun", best: Bundle, *, final: bool) -> Metrics:  # noqa: ARG002
         """Return the metrics of the kept model on the validation split; the loss is the last one."""
@@ -81,8 +83,13 @@ class Pretraining(Learner):
         )
 
     def _noise(self, first: int, pixels: Tensor, purpose: str) -> Tensor:
-        patches = self.plan.model.patches
-        return uniform(self.plan.recipe.seed, purpose, first, len(pixels), patches, pixels.device)
+        shape = (self.plan.model.patches, *self._method.draws)
+        drawn = uniform(self.plan.recipe.seed, purpose, first, len(pixels), math.prod(shape), pixels.device)
+        return drawn.view(len(pixels), *shape)
+
+    @property
+    def _method(self) -> Method:
+        return METHODS[self.plan.recipe.method or ""]
 
     @torch.no_grad()
     def _measured(self, run: "TrainingRun", module: nn.Module) -> tuple[dict[str, float], int]:

@@ -93,14 +93,14 @@ class MaskedPatchPrediction(nn.Module):
         check_masked_patches(config, settings, mean, std)
         self.settings = settings
         self.encoder = encoder
-        self.mask_token = nn.Parameter(torch.empty(1, 1, config.width))
-        self.pred = nn.Linear(config.width, _outputs(config, settings))
+        self.mask_token = nn.Parameter(torch.empty(1, 1, config.width, device=like.device, dtype=like.dtype))
+        self.pred = nn.Linear(config.width, _outputs(config, settings), device=like.device, dtype=like.dtype)
         for name, values in (("mean", mean), ("std", std)):
-            self.register_buffer(name, torch.tensor(values, dtype=torch.float32)[:, None, None], persistent=False)
+            colours = torch.tensor(values, device=like.device, dtype=like.dtype)
+            self.register_buffer(name, colours[:, None, None], persistent=False)
         nn.init.normal_(self.mask_token, std=0.02)
         nn.init.xavier_uniform_(self.pred.weight)
         nn.init.zeros_(self.pred.bias)
-        self.to(like.device, like.dtype)
 
     def forward(self, pixels: Tensor, noise: Tensor) -> Tensor:
         """Return the loss of the chosen patches of normalised images (B, C, H, W).

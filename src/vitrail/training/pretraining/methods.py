@@ -1,0 +1,39 @@
+"""The pretraining methods by name: the module of each, and the noise that it needs."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from vitrail.models.vit import ViT
+from vitrail.training.plan import TrainingPlan
+from vitrail.training.pretraining.mae import MaeSettings, MaskedAutoencoder
+from vitrail.training.pretraining.masked_patches import MaskedPatchesSettings, MaskedPatchPrediction
+from vitrail.training.pretraining.masking import Reconstruction
+
+
+class Method(NamedTuple):
+    """A pretraining method."""
+
+    module: Callable[[ViT, TrainingPlan], nn.Module]
+    """Wraps a model for pretraining; the result has an `encoder` and a `reconstruct`."""
+    draws: tuple[int, ...] = ()
+    """Uniform draws per patch, besides the first."""
+
+
+def _mae(model: ViT, plan: TrainingPlan) -> nn.Module:
+    return MaskedAutoencoder(model, plan.recipe.mae or MaeSettings())
+
+
+def _masked_patches(model: ViT, plan: TrainingPlan) -> nn.Module:
+    settings = plan.recipe.masked_patches or MaskedPatchesSettings()
+    return MaskedPatchPrediction(model, settings, plan.preprocess.mean, plan.preprocess.std)
+
+
+METHODS = {"mae": Method(_mae), "masked_patches": Method(_masked_patches, (3,))}
+
+
+def reconstructed(module: nn.Module, pixels: Tensor, noise: Tensor) -> Reconstruction:
+    """Return what a module makes of the masked patches of images."""
+    result: Reconstruction = module.reconstruct(pixels, noise)  # type: ignore[operator]
+    return result
