@@ -264,13 +264,14 @@ def plan_training(
     deterministic: bool = False,
     gradient_checkpointing: bool = False,
     gradient_accumulation: int = 1,
+    adapters: bool = False,
     alone: bool = True,
 ) -> ExecutionPlan:
-    """Plan training; `alone`: one rank."""
+    """Plan training; `adapters`: the model has LoRA adapters; `alone`: one rank."""
     if not compiled:
         low = {"float32": _why_not_low(hardware), "bf16": _why_slow(hardware), "fp16": ""}
         return ExecutionPlan("eager", precision, reason=low[precision])
-    lacks = unsupported_by_fused_training(config)
+    lacks = "LoRA adapters" if adapters else unsupported_by_fused_training(config)
     reason = _first(
         (hardware.kind != "cuda", "the fused path needs an NVIDIA GPU"),
         (precision == "bf16" and not hardware.fast_bf16, _why_slow(hardware)),

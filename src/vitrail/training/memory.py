@@ -24,6 +24,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitrail.data.augmentation.mixing import mix_pixels
+from vitrail.models.lora import add_adapters
 from vitrail.models.vit import ViT
 from vitrail.runtime import autocast
 from vitrail.tasks.task import TrainingLoss
@@ -158,7 +159,8 @@ def _model(job: Job, device: torch.device) -> ViT:
     with device:
         model = ViT(job.plan.model)
     model.gradient_checkpointing = job.plan.recipe.gradient_checkpointing
-    freeze(model, job.plan.recipe.freeze)
+    add_adapters(model, job.plan.recipe.lora, seed=0)
+    freeze(model, job.plan.recipe.frozen)
     return model.train()
 
 

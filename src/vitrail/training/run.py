@@ -4,7 +4,7 @@ import functools
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from vitrail.data.sources.source import Source
 from vitrail.data.sources.splits import Splits
 from vitrail.data.stream import RankSlice, Stream
 from vitrail.errors import ConfigError
+from vitrail.models.lora import add_adapters, merged
 from vitrail.models.vit import ViT
 from vitrail.runtime import derive_seed, seed_torch
 from vitrail.training.averaging import Average
@@ -205,8 +206,13 @@ def _initial_bundle(plan: TrainingPlan, classes: tuple[str, ...], pretrained: Bu
 
 
 def _trained_bundle(plan: TrainingPlan, initial: Bundle, model: nn.Module, step: int) -> Bundle:
-    """Return the bundle of a model after some steps."""
-    provenance = {**initial.provenance, "trained": {"step": step, "of": plan.steps}}
+    """Return the bundle of a model after some steps; adapters are merged, so that it is a plain model."""
+    # If the initial model was trained with LoRA, that no longer describes how this one was.
+    provenance = {key: value for key, value in initial.provenance.items() if key != "lora"}
+    provenance["trained"] = {"step": step, "of": plan.steps}
+    if plan.recipe.lora.rank:
+        provenance["lora"] = plan.recipe.lora.record()
+        model = merged(cast("ViT", model))
     return Bundle(model, plan.preprocess, initial.classes, provenance, task=initial.task)  # type: ignore[arg-type]
 
 
@@ -214,7 +220,8 @@ def _initial_state(job: Job, model: ViT) -> State:
     recipe, device = job.plan.recipe, job.device
     model = model.to(device).train()
     model.gradient_checkpointing = recipe.gradient_checkpointing
-    freeze(model, recipe.freeze)
+    add_adapters(model, recipe.lora, derive_seed(recipe.seed, "lora"))
+    freeze(model, recipe.frozen)
     average = Average(model, recipe.averaging) if recipe.averaging.on else None
     scaler = torch.amp.GradScaler(device.type, enabled=job.precision == "fp16")
     return State(model, make_optimizer(model, recipe.optimizer), average, Progress(), scaler)
