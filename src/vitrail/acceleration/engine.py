@@ -198,7 +198,7 @@ def check_runs_on_cpu(runtime: str, device: torch.device) -> None:
 
 def prepare(model: ViT, plan: ExecutionPlan, numbers: EncoderPrecision | None = None) -> nn.Module:
     """Return the model of a plan, with the same outputs under autocast; `numbers` are those of the fused encoder."""
-    if has_adapters(model):  # the fast paths read the weights beside them
+    if has_adapters(model):  # the fast paths would ignore them
         raise ConfigError("the model has LoRA adapters; merge them first, with vitrail.models.lora.merged")
     match plan.path:
         case "fused_encoder" | "fp8_encoder":

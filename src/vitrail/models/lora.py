@@ -1,4 +1,4 @@
-"""LoRA (arXiv 2106.09685): fine-tune a few low-rank matrices beside frozen weights.
+"""LoRA (arXiv 2106.09685): freeze the weights, and train low-rank updates of them.
 
     y = W x + b + scale · B A x        W: out × in, frozen     A: rank × in     B: out × rank, starts at zero
 

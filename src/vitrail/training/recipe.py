@@ -179,7 +179,8 @@ class Recipe(Frozen):
                 f"lora.rank is {self.lora.rank} and freeze is {list(self.freeze)}, but LoRA already freezes everything "
                 f"except its adapters and the head; leave one of them out, or unset it with lora.rank=0 or freeze=[]"
             )
-        if self.lora.rank and self.optimizer.kind == "muon":
+        # Without a pretrained model, which `check_pretrained` asks for, the optimizer is not what has to change.
+        if self.lora.rank and self.optimizer.kind == "muon" and self.pretrained is not None:
             raise ConfigError(
                 f"lora.rank is {self.lora.rank} and optimizer.kind is 'muon', but Muon trains the matrices that LoRA "
                 f"freezes; set optimizer.kind=adamw"

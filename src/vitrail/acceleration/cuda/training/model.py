@@ -44,7 +44,7 @@ class FusedTraining(nn.Module):
             raise ConfigError(
                 "the fused path needs pre-norm blocks without positions inside attention; train the model itself"
             )
-        if has_adapters(model):  # it reads the weights beside them
+        if has_adapters(model):  # they would be ignored
             raise ConfigError("the fused path does not support LoRA adapters; train the model itself")
         self.model = model
         self.short_attention = hardware_of(next(model.parameters()).device).short_attention
