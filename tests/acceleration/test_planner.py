@@ -109,6 +109,7 @@ def test_inference(hardware: Hardware, config: ViTConfig, precision: str, line: 
         (HOPPER, PLAIN, {"deterministic": True}, "compiled, bf16: the fused path is not deterministic"),
         (HOPPER, PLAIN, {"alone": False}, "compiled, bf16: the fused path runs on one rank"),
         (HOPPER, ROTARY, {}, "compiled, bf16: the fused path does not support rotary positions"),
+        (HOPPER, PLAIN, {"adapters": True}, "compiled, bf16: the fused path does not support LoRA adapters"),
         (HOPPER, PLAIN, {"compiled": False}, "eager, bf16"),
         (ADA, PLAIN, {}, "fused CUDA path, compiled, bf16, CUDA graphs"),
         (AMPERE, PLAIN, {}, "fused CUDA path, compiled, bf16, CUDA graphs"),

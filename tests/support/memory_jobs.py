@@ -6,6 +6,7 @@ import torch
 from tests.support.plain_loss import plain_loss
 
 from vitrail.data.batches import Batch
+from vitrail.models.lora import add_adapters
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, Processes, autocast
 from vitrail.training.averaging import Average
@@ -38,7 +39,8 @@ def train_two_steps(job: Job) -> None:
     plan, recipe, device = job.plan, job.plan.recipe, job.device
     model = ViT(plan.model).to(device).train()
     model.gradient_checkpointing = recipe.gradient_checkpointing
-    freeze(model, recipe.freeze)
+    add_adapters(model, recipe.lora, seed=0)
+    freeze(model, recipe.frozen)
     average = Average(model, recipe.averaging) if recipe.averaging.on else None
     state = State(model, make_optimizer(model, recipe.optimizer), average, Progress())
     stepper = Stepper(recipe, plan.preprocess, device, job.precision, plain_loss(recipe), Ranks(Processes(), device))

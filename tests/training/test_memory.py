@@ -60,6 +60,7 @@ def really_taken(work: Callable[[], None]) -> int:
         {"gradient_checkpointing": True, "model": {**SMALL, "depth": 5}},
         {"averaging": {"kind": "none"}, "optimizer": {"kind": "sgd"}, "mixing": {"mixup": 0.0}},
         {"freeze": ("*", "!head.*", "!blocks.1.*")},
+        {"lora": {"rank": 8, "on": ("qkv", "fc1")}},
         pytest.param(
             {"precision": "bf16", "batch": 2, "model": {**SMALL, "depth": 1, "width": 32, "heads": 1}},
             marks=pytest.mark.skipif(
@@ -69,7 +70,7 @@ def really_taken(work: Callable[[], None]) -> int:
         ),
         {"model": {**SMALL, "width": 192}, "batch": 2},
     ],
-    ids=["plain", "splits", "checkpointing", "sgd", "frozen", "bf16", "few images"],
+    ids=["plain", "splits", "checkpointing", "sgd", "frozen", "lora", "bf16", "few images"],
 )
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
 def test_the_forecast_matches_a_run(kind: str, changes: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from vitrail.training.train import train
 
 IMAGENET = DataFacts(1_281_167, tuple(f"class {number}" for number in range(1000)), 375, False)
 PETS = DataFacts(3_312, tuple(f"breed {number}" for number in range(37)), 333, False)
-WITH_START = {"finetune", "finetune-paper", "linear-probe"}
+WITH_START = {"finetune", "finetune-paper", "linear-probe", "lora"}
 
 
 def old_model(**options: Any) -> Bundle:

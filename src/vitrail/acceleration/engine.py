@@ -25,6 +25,7 @@ from vitrail.acceleration.export.openvino import Compiled, check_precision, open
 from vitrail.acceleration.planner import ExecutionPlan, plan_of
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, suggest
+from vitrail.models.lora import has_adapters
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, autocast
 
@@ -197,6 +198,8 @@ def check_runs_on_cpu(runtime: str, device: torch.device) -> None:
 
 def prepare(model: ViT, plan: ExecutionPlan, numbers: EncoderPrecision | None = None) -> nn.Module:
     """Return the model of a plan, with the same outputs under autocast; `numbers` are those of the fused encoder."""
+    if has_adapters(model):  # the fast paths would ignore them
+        raise ConfigError("the model has LoRA adapters; merge them first, with vitrail.models.lora.merged")
     match plan.path:
         case "fused_encoder" | "fp8_encoder":
             return FastModel(model, numbers or EncoderPrecision())

@@ -264,14 +264,18 @@ def plan_training(
     deterministic: bool = False,
     gradient_checkpointing: bool = False,
     gradient_accumulation: int = 1,
+    adapters: bool = False,
     alone: bool = True,
     pretraining: bool = False,
 ) -> ExecutionPlan:
-    """Plan training; `alone`: one rank; `pretraining`: without labels, where the module is more than the model."""
+    """Plan training; `alone`: one rank.
+
+    `adapters`: the model has LoRA adapters; `pretraining`: without labels, where the module is more than the model.
+    """
     if not compiled:
         low = {"float32": _why_not_low(hardware), "bf16": _why_slow(hardware), "fp16": ""}
         return ExecutionPlan("eager", precision, reason=low[precision])
-    lacks = unsupported_by_fused_training(config)
+    lacks = "LoRA adapters" if adapters else unsupported_by_fused_training(config)
     reason = _first(
         (hardware.kind != "cuda", "the fused path needs an NVIDIA GPU"),
         (precision == "bf16" and not hardware.fast_bf16, _why_slow(hardware)),

@@ -15,6 +15,7 @@ from vitrail.cli.sweep import print_candidates, print_sweep, sweep_source
 RECIPES = (
     "scratch-small",
     "finetune",
+    "lora",
     "linear-probe",
     "finetune-paper",
     "pretrain-paper",

@@ -13,6 +13,7 @@ from vitrail.errors import ConfigError
 from vitrail.metrics.baselines import PRETRAINED
 from vitrail.models.checks import per_token
 from vitrail.models.config import ConvLayer, ViTConfig
+from vitrail.models.lora import check_lora
 from vitrail.models.variants import PAPER, variant_config
 from vitrail.tasks.lookup import task_named
 from vitrail.tasks.task import Task
@@ -41,6 +42,9 @@ NARROW, SMALL_WIDTH = 128, 256
 MUON_LR_FACTOR = 2.5
 """Muon's learning rate relative to AdamW's: on CIFAR-10, from scratch, width 128 trained better at 0.005 than at 0.002,
 and width 384 better at 0.0025 than at 0.005."""
+LORA_LR = 1e-3
+"""For adapters in models of any width: ten times that of fine-tuning a large model, as language models need (arXiv
+2405.09673)."""
 
 
 def resolve_defaults(recipe: Recipe, facts: DataFacts, pretrained: Bundle | None) -> TrainingPlan:
@@ -54,6 +58,7 @@ def resolve_defaults(recipe: Recipe, facts: DataFacts, pretrained: Bundle | None
     if pretrained is not None:
         recipe = recipe.replace(pretrained=for_task(pretrained, recipe.pretrained, task.name))
     model = _model(recipe, facts, pretrained, defaults)
+    check_lora(recipe.lora, model)
     if fault := per_token(model):
         raise ConfigError(fault)
     preprocess = _preprocess(recipe, model, pretrained)
@@ -237,6 +242,8 @@ def _lr(
         lr, why = (1e-3, "a model from scratch") if gently else (2e-3, "a narrow model from scratch")
         lr, why = lr * (MUON_LR_FACTOR if kind == "muon" else 1), f"for {kind} and {why}"
         why += f", on {facts.images:,} images" if _few_photos(facts) else ""
+    elif recipe.lora.rank:
+        lr, why = LORA_LR, f"for {kind} and LoRA, whose adapters start at zero"
     else:
         small = model.width <= SMALL_WIDTH
         lr = 1e-3 if small else 1e-4

@@ -15,6 +15,7 @@ from vitrail.data.batches import Training
 from vitrail.data.sources.splits import Splits
 from vitrail.data.stream import Stream
 from vitrail.errors import ConfigError
+from vitrail.models.lora import add_adapters
 from vitrail.models.vit import ViT
 from vitrail.training.context import open_splits
 from vitrail.training.defaults import resolve_defaults
@@ -180,5 +181,6 @@ def _check(plan: TrainingPlan, splits: Splits) -> None:
     Training(splits.train, stream, plan.preprocess, plan.augmentation, plan.mixing)
     with torch.device("meta"):
         model = ViT(plan.model)
-    freeze(model, recipe.freeze)
+    add_adapters(model, recipe.lora, seed=0)
+    freeze(model, recipe.frozen)
     parameter_groups(model, recipe.optimizer)

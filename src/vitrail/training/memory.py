@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitrail.data.augmentation.mixing import mix_pixels
 from vitrail.data.batches import Batch
+from vitrail.models.lora import add_adapters
 from vitrail.models.vit import ViT
 from vitrail.runtime import autocast
 from vitrail.training.context import Job, evaluation_batch
@@ -147,10 +148,11 @@ def _loss(job: Job, stored: Tensor, module: nn.Module, learner: Learner) -> Tens
 
 def _module(job: Job, device: torch.device, learner: Learner) -> nn.Module:
     with device:
-        model = ViT(job.plan.model)
+        model = ViT(job.plan.model).train()
         model.gradient_checkpointing = job.plan.recipe.gradient_checkpointing
-        freeze(model, job.plan.recipe.freeze)
-        return learner.module(model).train()
+        add_adapters(model, job.plan.recipe.lora, seed=0)
+        freeze(model, job.plan.recipe.frozen)
+        return learner.module(model)
 
 
 def _training_bytes(job: Job, module: nn.Module, device: torch.device, learner: Learner) -> int:

@@ -23,6 +23,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, suggest, unknown_argument
 from vitrail.io import ContentError, parse_toml, read_toml
 from vitrail.models.config import ViTConfig
+from vitrail.models.lora import LoRA
 from vitrail.schema import LIMIT, Count, Frozen, Positive
 from vitrail.schema import Sequence as AsTuple
 from vitrail.tasks.lookup import CLASSIFICATION, task_named
@@ -148,6 +149,7 @@ class Recipe(Frozen):
     """How to adapt the model of --from to the data. A recipe with this table requires --from."""
     freeze: Annotated[tuple[str, ...], AsTuple] = ()
     """Patterns of parameters to freeze: "blocks.*"."""
+    lora: LoRA = LoRA()
     data: DataSettings = DataSettings()
     augmentation: Augmentation | None = None
     mixing: Mixing | None = None
@@ -187,12 +189,33 @@ class Recipe(Frozen):
                 f"a batch of {self.batch} is not a multiple of data.repeats {self.data.repeats} × "
                 f"gradient_accumulation {self.gradient_accumulation}; change one of them"
             )
+        if self.lora.rank and self.freeze:
+            raise ConfigError(
+                f"lora.rank is {self.lora.rank} and freeze is {list(self.freeze)}, but LoRA already freezes everything "
+                f"except its adapters and the head; leave one of them out, or unset it with lora.rank=0 or freeze=[]"
+            )
+        # Without a pretrained model, which `check_pretrained` asks for, the optimizer is not what has to change.
+        if self.lora.rank and self.optimizer.kind == "muon" and self.pretrained is not None:
+            raise ConfigError(
+                f"lora.rank is {self.lora.rank} and optimizer.kind is 'muon', but Muon trains the matrices that LoRA "
+                f"freezes; set optimizer.kind=adamw"
+            )
         return self
 
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Patterns of what is not trained: `freeze`; with LoRA, everything but the adapters and the head."""
+        return ("*", "!*.lora_[AB]", "!head*") if self.lora.rank else self.freeze
+
     def check_pretrained(self, pretrained: object) -> None:
-        """Raise if this is a fine-tuning recipe but no pretrained model is given."""
+        """Raise if this recipe fine-tunes but no pretrained model is given."""
         if self.pretrained is not None and pretrained is None:
             raise ConfigError("this recipe fine-tunes a pretrained model; pass one with --from, or use another recipe")
+        if self.lora.rank and pretrained is None:
+            raise ConfigError(
+                f"lora.rank is {self.lora.rank}, but LoRA freezes the weights, and without --from they are random; "
+                f"pass a pretrained model with --from, or set lora.rank=0"
+            )
 
     def resolved_criterion(self) -> str:
         """Return the criterion, or its default given the class weights. Pretraining validates its loss."""

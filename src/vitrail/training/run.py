@@ -17,6 +17,7 @@ from vitrail.data.sources.source import Source
 from vitrail.data.sources.splits import Splits
 from vitrail.data.stream import RankSlice, Stream
 from vitrail.errors import ConfigError
+from vitrail.models.lora import add_adapters, merged
 from vitrail.models.vit import ViT
 from vitrail.runtime import derive_seed, seed_torch
 from vitrail.tasks.task import AUGMENTED_ONLY
@@ -220,16 +221,23 @@ def _initial_bundle(plan: TrainingPlan, classes: tuple[str, ...], pretrained: Bu
 
 
 def _trained_bundle(plan: TrainingPlan, initial: Bundle, learner: Learner, module: nn.Module, step: int) -> Bundle:
-    """Return the bundle of a module after some steps."""
-    provenance = {**initial.provenance, "trained": {"step": step, "of": plan.steps}}
-    return Bundle(learner.kept(module), plan.preprocess, initial.classes, provenance, task=initial.task)
+    """Return the bundle of a module after some steps; adapters are merged, so that it is a plain model."""
+    # If the initial model was trained with LoRA, that no longer describes how this one was.
+    provenance = {key: value for key, value in initial.provenance.items() if key != "lora"}
+    provenance["trained"] = {"step": step, "of": plan.steps}
+    model = learner.kept(module)
+    if plan.recipe.lora.rank:
+        provenance["lora"] = plan.recipe.lora.record()
+        model = merged(model)
+    return Bundle(model, plan.preprocess, initial.classes, provenance, task=initial.task)
 
 
 def _initial_state(job: Job, model: ViT, learner: Learner) -> State:
     recipe, device = job.plan.recipe, job.device
-    model.gradient_checkpointing = recipe.gradient_checkpointing
-    freeze(model, recipe.freeze)
-    module = learner.module(model).to(device).train()
+    model.train().gradient_checkpointing = recipe.gradient_checkpointing
+    add_adapters(model, recipe.lora, derive_seed(recipe.seed, "lora"))
+    freeze(model, recipe.frozen)
+    module = learner.module(model).to(device)  # not .train(): a frozen BatchNorm stays in eval mode
     average = Average(module, recipe.averaging) if recipe.averaging.on else None
     scaler = torch.amp.GradScaler(device.type, enabled=job.precision == "fp16")
     return State(module, make_optimizer(module, recipe.optimizer), average, Progress(), scaler)

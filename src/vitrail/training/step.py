@@ -39,6 +39,7 @@ def plan_step(
         deterministic=recipe.deterministic,
         gradient_checkpointing=recipe.gradient_checkpointing,
         gradient_accumulation=recipe.gradient_accumulation,
+        adapters=recipe.lora.rank > 0,
         alone=alone,
         pretraining=recipe.method is not None,
     )

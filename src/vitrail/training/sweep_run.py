@@ -108,7 +108,9 @@ class PlannedRun(NamedTuple):
     def compiled_model(self) -> str:
         """The settings that decide what `torch.compile` compiles: runs with the same ones share it."""
         recipe = self.recipe
-        return json.dumps([recipe.compile, recipe.model, recipe.batch, recipe.precision, recipe.freeze])
+        return json.dumps(
+            [recipe.compile, recipe.model, recipe.batch, recipe.precision, recipe.freeze, recipe.lora.to_json()]
+        )
 
     @property
     def outcome(self) -> Outcome | None:

@@ -25,6 +25,7 @@ from vitrail.acceleration.planner import hardware_of, is_short, unsupported_by_f
 from vitrail.errors import ConfigError
 from vitrail.models.blocks import Attention, Block, pooled_token
 from vitrail.models.checks import check_images
+from vitrail.models.lora import has_adapters
 from vitrail.models.position import TokenPositions
 from vitrail.models.stems import patchify
 from vitrail.models.vit import ViT
@@ -43,6 +44,8 @@ class FusedTraining(nn.Module):
             raise ConfigError(
                 "the fused path needs pre-norm blocks without positions inside attention; train the model itself"
             )
+        if has_adapters(model):  # they would be ignored
+            raise ConfigError("the fused path does not support LoRA adapters; train the model itself")
         self.model = model
         self.short_attention = hardware_of(next(model.parameters()).device).short_attention
 
