@@ -1,0 +1,1 @@
+"""Self-supervised pretraining: methods that train an encoder on images without labels."""
