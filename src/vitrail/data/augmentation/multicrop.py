@@ -5,6 +5,7 @@ random generator, so no view changes with the number of the others.
 """
 
 from collections.abc import Sequence as Many
+from functools import lru_cache
 from typing import Annotated, Any, NamedTuple, Self
 
 import numpy as np
@@ -104,9 +105,13 @@ def plan_views(
 
 
 def _planned(view: View, height: int, width: int, generator: Generator) -> AugmentationPlan:
-    geometry = Augmentation(crop="inception", crop_area=view.area, interpolation="bicubic", flip=0.5)
-    plan = augment.plan(geometry, height, width, view.size, generator)
+    plan = augment.plan(_geometry(view.area), height, width, view.size, generator)
     return plan._replace(operations=_drawn_operations(view, generator))
+
+
+@lru_cache(maxsize=16)  # two areas for millions of views
+def _geometry(area: tuple[float, float]) -> Augmentation:
+    return Augmentation(crop="inception", crop_area=area, interpolation="bicubic", flip=0.5)
 
 
 def _drawn_operations(view: View, generator: Generator) -> tuple[Operation, ...]:
