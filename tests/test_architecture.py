@@ -146,7 +146,7 @@ def test_models_import_only_torch_and_lower_layers() -> None:
 
 
 def test_peers_are_imported_by_tests_only() -> None:
-    peers = {"timm", "torchvision", "transformers", "vit_pytorch"}
+    peers = {"lightly", "timm", "torchvision", "transformers", "vit_pytorch"}
     assert {n for tree in modules().values() for n in imports(tree)} & peers == set()
 
 

@@ -12,8 +12,9 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from vitrail.data.sources.source import Pixels, Source
 from vitrail.data.stream import WHOLE_BATCH, RankSlice, Stream, evaluation_slice
 from vitrail.errors import ConfigError, DataError, VitrailError
 
+T = TypeVar("T")
 BadFiles = Literal["skip", "refuse"]
 """What to do with an unreadable image: replace it by another and report it, or stop the run."""
 TRIES = 32
@@ -87,7 +89,7 @@ class Batch(NamedTuple):
         return type(self)(pixels, labels, indices, lam, box, self.bad)
 
 
-class _Failure(NamedTuple):
+class Failure(NamedTuple):
     """Returned instead of a batch that could not be made; the caller raises the error."""
 
     kind: type[VitrailError]
@@ -108,7 +110,7 @@ class Training(Dataset[Any]):
     bad_files: BadFiles = "skip"
 
     def __post_init__(self) -> None:
-        _check_choice("bad_files", self.bad_files, get_args(BadFiles))
+        check_choice("bad_files", self.bad_files, get_args(BadFiles))
         own = len(self.stream.positions(0, self.rank_slice))
         if self.mixing.on and own % 2:
             raise ConfigError(
@@ -116,12 +118,12 @@ class Training(Dataset[Any]):
                 f"would get {own} images; use a batch that is a multiple of {2 * self.rank_slice.world_size}"
             )
 
-    def __getitem__(self, step: int) -> Batch | _Failure:
+    def __getitem__(self, step: int) -> Batch | Failure:
         """Make the batch of a step."""
         try:
             return self._batch(step)
         except VitrailError as error:
-            return _Failure(type(error), str(error))
+            return Failure(type(error), str(error))
 
     def _batch(self, step: int) -> Batch:
         positions = self.stream.positions(step, self.rank_slice)
@@ -130,29 +132,12 @@ class Training(Dataset[Any]):
         pixels = empty_pixels(len(positions), self.preprocess)
         rows, bad = pixels.numpy(), []
         for row, position in enumerate(positions):
-            indices[row], failed = self._fill(rows[row], int(indices[row]), int(position))
+            load = partial(self._load, position=int(position))
+            indices[row], rows[row], failed = load_readable(self.source, int(indices[row]), self.bad_files, load)
             bad += failed
         labels = torch.from_numpy(self.source.labels[indices].astype(np.int64))
         numbers = (torch.from_numpy(indices), torch.from_numpy(mix.lam), torch.from_numpy(mix.box))
         return Batch(pixels.permute(0, 3, 1, 2), labels, *numbers, tuple(bad))
-
-    def _fill(self, row: Pixels, index: int, position: int) -> tuple[int, list[BadImage]]:
-        """Write an image, or the next readable one, into `row`; return its index and the images skipped."""
-        bad: list[BadImage] = []
-        for attempt in range(min(TRIES, len(self.source))):
-            chosen = (index + attempt) % len(self.source)
-            try:
-                row[:] = self._load(chosen, position)
-            except DataError as error:
-                if self.bad_files == "refuse":
-                    raise DataError(f"{self.source.name(chosen)}: {error}") from None
-                bad.append(BadImage(self.source.name(chosen), str(error)))
-            else:
-                return chosen, bad
-        raise DataError(
-            f"{len(bad)} consecutive images cannot be read, the first is {bad[0].name} ({bad[0].reason}); run "
-            f"vitrail check to find them all"
-        )
 
     def _load(self, index: int, position: int) -> Pixels:
         image, size = open_image(self.source.read(index)), self.preprocess.size
@@ -161,6 +146,25 @@ class Training(Dataset[Any]):
             return augment.apply(plan, self.preprocess.fit(image.pixels(self.preprocess.channels)), size)
         scale = max(size[0] / plan.box.height, size[1] / plan.box.width)
         return augment.apply(plan, image.pixels(self.preprocess.channels, scale=scale), size)
+
+
+def load_readable(
+    source: Source, index: int, bad_files: BadFiles, load: Callable[[int], T]
+) -> tuple[int, T, list[BadImage]]:
+    """Load an image, or the next readable one; return its index, what `load` returned, and the images skipped."""
+    bad: list[BadImage] = []
+    for attempt in range(min(TRIES, len(source))):
+        chosen = (index + attempt) % len(source)
+        try:
+            return chosen, load(chosen), bad
+        except DataError as error:
+            if bad_files == "refuse":
+                raise DataError(f"{source.name(chosen)}: {error}") from None
+            bad.append(BadImage(source.name(chosen), str(error)))
+    raise DataError(
+        f"{len(bad)} consecutive images cannot be read, the first is {bad[0].name} ({bad[0].reason}); run "
+        f"vitrail check to find them all"
+    )
 
 
 @dataclass(frozen=True)
@@ -178,13 +182,13 @@ class Evaluation(Dataset[Any]):
     def __post_init__(self) -> None:
         if self.batch < 1:
             raise ConfigError(f"batch is {self.batch}; it should be 1 or more")
-        _check_choice("bad_files", self.bad_files, get_args(BadFiles))
+        check_choice("bad_files", self.bad_files, get_args(BadFiles))
 
     def __len__(self) -> int:
         """Return the number of batches."""
         return -(-len(evaluation_slice(len(self.source), self.rank_slice)) // self.batch)
 
-    def __getitem__(self, number: int) -> Batch | _Failure:
+    def __getitem__(self, number: int) -> Batch | Failure:
         """Make a batch by its index."""
         indices = evaluation_slice(len(self.source), self.rank_slice)[number * self.batch : (number + 1) * self.batch]
         pixels = empty_pixels(len(indices), self.preprocess)
@@ -195,7 +199,7 @@ class Evaluation(Dataset[Any]):
                 pixels.numpy()[len(good)] = self._load(index)
             except DataError as error:
                 if self.bad_files == "refuse":
-                    return _Failure(DataError, f"{self.source.name(index)}: {error}")
+                    return Failure(DataError, f"{self.source.name(index)}: {error}")
                 bad.append(BadImage(self.source.name(index), str(error)))
             else:
                 good.append(index)
@@ -221,22 +225,23 @@ def training_batches(
     data: Training, start: int, stop: int, *, workers: int | None = None, pin: bool = False, method: str | None = None
 ) -> Generator[Batch, None, None]:
     """Yield the batches of steps [start, stop), prefetched by `workers` processes; 0 means in this process."""
-    yield from _batches(data, range(start, stop), workers, pin, method)
+    yield from checked_batches(data, range(start, stop), workers, pin, method)
 
 
 def evaluation_batches(
     data: Evaluation, *, workers: int | None = None, pin: bool = False, method: str | None = None
 ) -> Iterator[Batch]:
     """Yield every batch, in order."""
-    yield from _batches(data, range(len(data)), workers, pin, method)
+    yield from checked_batches(data, range(len(data)), workers, pin, method)
 
 
-def _batches(
-    data: Training | Evaluation, numbers: range, workers: int | None, pin: bool, method: str | None
-) -> Iterator[Batch]:
+def checked_batches(
+    data: Dataset[Any], numbers: range, workers: int | None, pin: bool, method: str | None
+) -> Iterator[Any]:
+    """Yield the batches of a dataset by number, prefetched; a `Failure` is raised."""
     workers = min(default_workers() if workers is None else workers, len(numbers))
     for made in prefetch(data, numbers, workers=workers, pin=pin, method=method):
-        if isinstance(made, _Failure):
+        if isinstance(made, Failure):
             raise made.kind(made.message)
         yield made
 
@@ -250,7 +255,7 @@ def prefetch(
     """
     if workers < 0:
         raise ConfigError(f"workers is {workers}; it should be 0 or more")
-    _check_choice("the start method of workers", method, (None, "fork", "spawn", "forkserver"))
+    check_choice("the start method of workers", method, (None, "fork", "spawn", "forkserver"))
     loader = DataLoader(
         data,
         batch_size=None,
@@ -277,7 +282,8 @@ def prefetch(
         ) from None
 
 
-def _check_choice(what: str, value: object, valid: tuple[object, ...]) -> None:
+def check_choice(what: str, value: object, valid: tuple[object, ...]) -> None:
+    """Raise unless a setting has a valid value."""
     if value not in valid:
         raise ConfigError(f"{what} is {value!r}; choose one of {', '.join(map(repr, valid))}")
 
@@ -291,7 +297,12 @@ def default_workers() -> int:
 
 def empty_pixels(count: int, preprocess: Preprocess) -> Tensor:
     """Return an empty buffer for images (B, H, W, C); in a worker it is shared memory."""
-    pixels = torch.empty(count, *preprocess.size, preprocess.channels, dtype=torch.uint8)
+    return empty_buffer(count, *preprocess.size, preprocess.channels)
+
+
+def empty_buffer(*shape: int) -> Tensor:
+    """Return an empty buffer for pixels of any shape; in a worker it is shared memory."""
+    pixels = torch.empty(shape, dtype=torch.uint8)
     return pixels.share_memory_() if get_worker_info() is not None else pixels
 
 

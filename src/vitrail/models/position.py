@@ -213,26 +213,35 @@ METHODS: dict[Method, Callable[[Tensor, Grid], Tensor]] = {
 }
 
 
+TABLES = ("pos_embed", "pos_embed_row", "pos_embed_col", "rel_pos")
+"""Names of the learned tables, in the model, a block or its attention."""
+
+
 def resized_tables(owner: nn.Module, old: ViTConfig, new: ViTConfig, method: Method) -> dict[str, nn.Parameter]:
     """Return the learned tables of `owner` for another grid, by name. Rows of special tokens do not change."""
     resized: dict[str, nn.Parameter] = {}
     for name, parameter in owner.named_parameters(recurse=False):
-        table = parameter.detach()
-        match name:
-            case "pos_embed":
-                start = 0 if old.class_token == "last" else table.shape[1] - old.patches
-                before, patches, after = table.split([start, old.patches, table.shape[1] - old.patches - start], dim=1)
-                table = torch.cat([before, resample_grid(patches, old.grid, new.grid, method), after], dim=1)
-            case "pos_embed_row":
-                table = resample_line(table, new.grid[0], method)
-            case "pos_embed_col":
-                table = resample_line(table, new.grid[1], method)
-            case "rel_pos":
-                table = resample_offsets(table, old.grid, new.grid)
-            case _:
-                continue
-        resized[name] = nn.Parameter(table, requires_grad=parameter.requires_grad)
+        if name in TABLES:
+            table = resample_table(name, parameter.detach(), old, new, method)
+            resized[name] = nn.Parameter(table, requires_grad=parameter.requires_grad)
     return resized
+
+
+def resample_table(name: str, table: Tensor, old: ViTConfig, new: ViTConfig, method: Method) -> Tensor:
+    """Resample one of the learned `TABLES` to another grid: a linear function of the table."""
+    match name:
+        case "pos_embed":
+            start = 0 if old.class_token == "last" else table.shape[1] - old.patches
+            before, patches, after = table.split([start, old.patches, table.shape[1] - old.patches - start], dim=1)
+            return torch.cat([before, resample_grid(patches, old.grid, new.grid, method), after], dim=1)
+        case "pos_embed_row":
+            return resample_line(table, new.grid[0], method)
+        case "pos_embed_col":
+            return resample_line(table, new.grid[1], method)
+        case "rel_pos":
+            return resample_offsets(table, old.grid, new.grid)
+        case _:
+            raise LookupError(f"{name} is not a position table; the tables are {', '.join(TABLES)}")
 
 
 def check_method(method: str) -> None:

@@ -175,10 +175,10 @@ def plan(
         raise InputError(f"an image of {height}×{width} pixels cannot be cropped")
     erased, noise = None, None
     box, beyond = _drawn_box(augmentation, height, width, size, generator)
-    flip, flip_vertical = _bernoulli(augmentation.flip, generator), _bernoulli(augmentation.flip_vertical, generator)
+    flip, flip_vertical = bernoulli(augmentation.flip, generator), bernoulli(augmentation.flip_vertical, generator)
     warp = _drawn_warp(augmentation, size, generator)
     operations = _drawn_operations(augmentation, size, generator)
-    if _bernoulli(augmentation.erasing, generator):
+    if bernoulli(augmentation.erasing, generator):
         shape = crops.shape_that_fits(*size, generator, ERASED_AREA, ERASED_RATIO)
         if shape is not None:
             top, left = (below(generator, length - side + 1) for length, side in zip(size, shape, strict=True))
@@ -194,7 +194,8 @@ def plan(
     )  # fmt: skip
 
 
-def _bernoulli(chance: float, generator: Generator) -> bool:
+def bernoulli(chance: float, generator: Generator) -> bool:
+    """Draw whether something with this probability happens; nothing is drawn for probability 0."""
     return chance > 0 and generator.random() < chance
 
 
@@ -238,15 +239,16 @@ def _drawn_operations(augmentation: Augmentation, size: tuple[int, int], generat
         blurred = Operation("blur", (between(generator, *BLUR_RADIUS),))
         operations.append((Operation("grey"), Operation("solarize", (128,)), blurred)[below(generator, 3)])
     if augmentation.jitter is not None:
-        operations += _drawn_jitter(augmentation.jitter, generator)
-    if _bernoulli(augmentation.grey, generator):
+        operations += draw_jitter(augmentation.jitter, generator)
+    if bernoulli(augmentation.grey, generator):
         operations.append(Operation("grey"))
-    if _bernoulli(augmentation.blur, generator):
+    if bernoulli(augmentation.blur, generator):
         operations.append(Operation("blur", (between(generator, *BLUR_RADIUS),)))
     return tuple(operations)
 
 
-def _drawn_jitter(jitter: Jitter, generator: Generator) -> list[Operation]:
+def draw_jitter(jitter: Jitter, generator: Generator) -> list[Operation]:
+    """Draw the factors and the order of the colour operations."""
     strengths = {"brightness": jitter.brightness, "contrast": jitter.contrast, "saturation": jitter.saturation}
     operations = [
         Operation(name, (between(generator, max(0.0, 1 - strength), 1 + strength),))

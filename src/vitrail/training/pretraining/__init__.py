@@ -1,1 +1,1 @@
-"""Pretraining methods without labels: modules that wrap an encoder and compute the loss of a batch."""
+"""Pretraining without labels: methods, their draws and defaults, and how a run is watched."""
