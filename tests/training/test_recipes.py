@@ -117,7 +117,7 @@ WARM = {"schedule.kind": "cosine", "schedule.warmup_steps": 10_000}
 PLAIN = {"objective.loss": "softmax", "objective.label_smoothing": 0.0, "averaging.kind": "none", "patience": 0}
 BIG_VISION = {"augmentation.randaugment.layers": 2, "augmentation.randaugment.operations": "big_vision"}
 VALUES: dict[str, dict[str, Any]] = {
-    "pretrain-paper": {
+    "scratch-paper": {
         **CROPS, **ADAM, **WARM, **PLAIN, "batch": 4096, "epochs": 300, "optimizer.lr": 3e-3,
         "optimizer.weight_decay": 0.3, "augmentation.randaugment": None, "mixing.mixup": 0.0,
     },
@@ -163,7 +163,7 @@ def test_the_learning_rate_is_one_of_table_4() -> None:
 
 
 def test_models_match_the_papers() -> None:
-    model = planned("pretrain-paper").model
+    model = planned("scratch-paper").model
     assert (model.width, model.depth, model.heads, model.patch_size) == (768, 12, 12, (16, 16))
     assert (model.representation, model.pool, model.init, model.image_size) == (768, "cls", "paper", (224, 224))
     assert (model.embed_dropout, model.proj_dropout, model.mlp_dropout, model.attention_dropout) == (0.1, 0.1, 0.1, 0)
@@ -209,9 +209,9 @@ def test_the_levels_of_augreg(level: str, magnitude: float | None, mixup: float)
 
 
 def test_the_columns_of_table_3() -> None:
-    rows = header_of("pretrain-paper")
+    rows = header_of("scratch-paper")
     i21k = changes_in(rows[rows.index("ImageNet-21k") : rows.index("JFT-300M")])
-    plan = planned("pretrain-paper", *i21k)
+    plan = planned("scratch-paper", *i21k)
     assert (plan.peak_lr, plan.recipe.optimizer.weight_decay, plan.recipe.epochs) == (1e-3, 0.03, 90)
     assert (plan.recipe.schedule.kind, plan.recipe.optimizer.max_grad_norm, plan.model.mlp_dropout) == (
         "linear",
@@ -219,13 +219,13 @@ def test_the_columns_of_table_3() -> None:
         0.1,
     )
     jft = changes_in(rows[rows.index("JFT-300M") : rows.index("Another model")])
-    recipe = read_recipe("pretrain-paper", [*jft, "epochs=14", "optimizer.lr=3e-4", "model.name=H/14"])
+    recipe = read_recipe("scratch-paper", [*jft, "epochs=14", "optimizer.lr=3e-4", "model.name=H/14"])
     plan = resolve_defaults(recipe, IMAGENET._replace(images=303_000_000), None)
     assert (plan.recipe.optimizer.weight_decay, plan.recipe.schedule.kind, plan.model.depth) == (0.1, "linear", 32)
     assert plan.model.embed_dropout == plan.model.proj_dropout == plan.model.mlp_dropout == 0
     extras = ("objective.loss=sigmoid", "model.head_bias=-10", "schedule.end_lr=1e-5", "schedule.kind=linear")
     assert all(extra in rows for extra in extras)
-    plan = planned("pretrain-paper", *extras)
+    plan = planned("scratch-paper", *extras)
     assert (plan.recipe.objective.loss, plan.model.head_bias, plan.recipe.schedule.end_lr) == ("sigmoid", -10, 1e-5)
 
 
@@ -243,7 +243,7 @@ def straight(step: int, total: int, warmup: int, peak: float) -> float:
 @pytest.mark.parametrize(
     ("name", "changes", "total", "warmup", "peak"),
     [
-        ("pretrain-paper", (), 93_836, 10_000, 3e-3),  # 300 × 1,281,167 / 4096, rounded up
+        ("scratch-paper", (), 93_836, 10_000, 3e-3),  # 300 × 1,281,167 / 4096, rounded up
         ("finetune-paper", (), 500, 100, 0.01),
         ("finetune-paper", ("steps=20000", "schedule.warmup_steps=500", "optimizer.lr=0.06"), 20_000, 500, 0.06),
         ("plain-baseline", (), 112_603, 10_000, 1e-3),
@@ -270,7 +270,7 @@ def test_the_length_of_a_run() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("pretrain-paper", "steps=500", r"epochs is 300 and steps is 500; leave one of them out, or unset it with"),
+        ("scratch-paper", "steps=500", r"epochs is 300 and steps is 500; leave one of them out, or unset it with"),
         ("finetune-paper", "epochs=3", "epochs is 3 and steps is 500"),
         ("finetune-paper", "steps=0", "steps is 0"),
         ("finetune-paper", "steps=50", "a warm-up of 100 steps does not fit into a run of 50 steps"),
@@ -290,7 +290,7 @@ def test_contradictions(name: str, change: str, words: str) -> None:
 def test_a_warmup_that_does_not_fit_raises_before_anything_is_written(tmp_path: Path) -> None:
     changes = ["model.name=Ti/16", "model.image_size=16", "epochs=1", "batch=64"]
     with pytest.raises(ConfigError, match="a warm-up of 10,000 steps does not fit into a run of 20 steps"):
-        train("digits", recipe="pretrain-paper", changes=changes, folder=tmp_path / "run", device="cpu", quiet=True)
+        train("digits", recipe="scratch-paper", changes=changes, folder=tmp_path / "run", device="cpu", quiet=True)
     assert not (tmp_path / "run").exists()
 
 

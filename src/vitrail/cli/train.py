@@ -18,7 +18,7 @@ RECIPES = (
     "lora",
     "linear-probe",
     "finetune-paper",
-    "pretrain-paper",
+    "scratch-paper",
     "augreg",
     "plain-baseline",
     "cifar10",
