@@ -112,6 +112,7 @@ def test_every_entry_has_a_layer() -> None:
 CLI_EXCEPTIONS = {
     ("cli.app", "vitrail._version"): "the version, without importing anything else",
     ("cli.output", "vitrail.io"): "an error while writing to stdout becomes a message",
+    ("cli.pretrain", "vitrail.training"): "a signal sets the exit code",
     ("cli.sweep", "vitrail.training"): "the grid of a sweep is parsed and printed",
     ("cli.train", "vitrail.training"): "a signal sets the exit code",
 }

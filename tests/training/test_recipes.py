@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from vitrail.checkpoints.bundle import Bundle
+from vitrail.cli.pretrain import METHODS
 from vitrail.cli.train import RECIPES
 from vitrail.data.augmentation.augment import preset
 from vitrail.data.preprocess import Preprocess
@@ -54,16 +55,19 @@ def changes_in(text: str) -> list[str]:
 
 
 def test_the_help_names_every_recipe() -> None:
-    assert sorted(RECIPES) == preset_names()
+    assert sorted([*RECIPES, *METHODS]) == preset_names()
+    assert sorted(METHODS) == [name for name in preset_names() if read_recipe(name).method is not None]
 
 
 @pytest.mark.parametrize("name", preset_names())
 def test_the_header_has_command_cost_and_result(name: str) -> None:
     header = header_of(name)
-    command = re.search(r"^# Command:\n#   (vitrail train .*)$", header, re.MULTILINE)
+    command = re.search(r"^# Command:\n#   (vitrail (?:pre)?train .*)$", header, re.MULTILINE)
     assert command is not None
-    assert ("--from" in command[1]) is (name in WITH_START)
-    assert f"--recipe {name}" in command[1] or name in ("scratch-small", "finetune")
+    assert command[1].startswith("vitrail pretrain") is (name in METHODS)
+    assert (" --from" in command[1].partition("(")[0]) is (name in WITH_START)
+    named = f"--recipe {name}" in command[1] or f"--method {name}" in command[1]
+    assert named or name in ("scratch-small", "finetune", "mae")
     for part in ("Cost", "Expected"):
         assert re.search(rf"^# {part}: \S", header, re.MULTILINE), part
     assert all(len(line) <= 120 for line in text_of(name).splitlines())
