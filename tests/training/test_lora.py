@@ -27,6 +27,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.config import ViTConfig
 from vitrail.models.lora import has_adapters
 from vitrail.models.vit import ViT
+from vitrail.tasks.classification import ClassPrediction
 from vitrail.training.defaults import DataFacts, resolve_defaults
 from vitrail.training.memory import forecast
 from vitrail.training.recipe import Recipe, read_recipe
@@ -114,6 +115,7 @@ def test_the_best_model_scores_as_its_validation_did(trained: Run) -> None:
 def test_every_command_takes_the_saved_model(trained: Run, tmp_path: Path) -> None:
     image = np.zeros((8, 8), np.uint8)
     (row,) = vitrail.predict(trained.folder / "best", [image], workers=0, device="cpu")
+    assert isinstance(row, ClassPrediction)
     assert row.name in "0123456789"
     vitrail.convert(trained.folder / "best", tmp_path / "timm", to="timm")
     x = torch.rand(2, 1, 8, 8)
