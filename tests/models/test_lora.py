@@ -107,6 +107,8 @@ def test_logits_gradients_and_merged_weights_match_peft(settings: LoRA) -> None:
     x, labels = images(4).double(), torch.tensor([0, 3, 6, 3])
     expected, actual = theirs(x).logits, ours(x)
     assert relative_error(actual.detach(), expected.detach()) <= 1e-10
+    with torch.no_grad(), theirs.disable_adapter():
+        assert relative_error(theirs(x).logits, expected.detach()) > 0.1  # the adapters matter
     F.cross_entropy(expected, labels).backward()
     F.cross_entropy(actual, labels).backward()
     gradients = their_adapters({name: p.grad for name, p in theirs.named_parameters() if p.grad is not None})

@@ -27,6 +27,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.config import ViTConfig
 from vitrail.models.lora import has_adapters
 from vitrail.models.vit import ViT
+from vitrail.tasks.classification import ClassPrediction
 from vitrail.training.defaults import resolve_defaults
 from vitrail.training.memory import forecast
 from vitrail.training.plan import DataFacts
@@ -115,6 +116,7 @@ def test_the_best_model_scores_as_its_validation_did(trained: Run) -> None:
 def test_every_command_takes_the_saved_model(trained: Run, tmp_path: Path) -> None:
     image = np.zeros((8, 8), np.uint8)
     (row,) = vitrail.predict(trained.folder / "best", [image], workers=0, device="cpu")
+    assert isinstance(row, ClassPrediction)
     assert row.fields()["classes"][0] in "0123456789"
     vitrail.convert(trained.folder / "best", tmp_path / "timm", to="timm")
     x = torch.rand(2, 1, 8, 8)
@@ -220,23 +222,25 @@ def test_the_same_seed_trains_the_same(trained: Run, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_ranks_train_like_one(tmp_path: Path) -> None:
     start = pretrained().save(tmp_path / "start")
-    for processes in (1, 2):
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]
-        words = [word for change in (*CHANGES, "steps=40", "precision=float32") for word in ("--set", change)]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--", "vitrail"]
+    for name, program in {"one": ["-m", "vitrail"], "two": torchrun}.items():
+        # Every rank draws its own dropout.
+        words = command(tmp_path / name, start, "model.mlp_dropout=0.0", "precision=float32")
         done = subprocess.run(
-            [
-                sys.executable, *(torchrun if processes > 1 else ["-m"]), "vitrail", "train", "digits", "--from",
-                str(start), "--run", str(tmp_path / str(processes)), "--device", "cpu", "--workers", "0", *words,
-            ],
-            capture_output=True, text=True, check=False, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+            [sys.executable, *program, *words],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=600,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
         assert done.returncode == 0, done.stderr
-    one, two = (state(tmp_path / str(processes)) for processes in (1, 2))
+    one, two = (state(tmp_path / name) for name in ("one", "two"))
     assert one.keys() == two.keys()
     for name, tensor in one.items():
-        torch.testing.assert_close(two[name], tensor, atol=2e-4, rtol=0)
-    merged, shared = (load_file(tmp_path / str(processes) / "best" / "model.safetensors") for processes in (1, 2))
-    assert merged.keys() == shared.keys() == pretrained().model.state_dict().keys()
+        torch.testing.assert_close(two[name], tensor, atol=1e-4, rtol=0)
+    weights = [load_file(tmp_path / name / "best" / "model.safetensors") for name in ("one", "two")]
+    assert weights[0].keys() == weights[1].keys() == pretrained().model.state_dict().keys()
 
 
 # ── memory ──
