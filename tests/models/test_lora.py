@@ -218,6 +218,7 @@ def test_gradient_checkpointing_and_tracing_see_the_adapters() -> None:
     torch.testing.assert_close(traced, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_has_the_same_gradients() -> None:
     model = adapted(depth=1).train()
     expected = model(images())

@@ -191,7 +191,8 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_resumed_run_is_bit_identical(how: signal.Signals, straight: Path, tmp_path: Path) -> None:
     words = command(tmp_path / "run", straight.parent / "start", "save_minutes=0")
     process = forked_commands.start(*words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -315,6 +316,7 @@ def test_lora_needs_a_pretrained_model(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_rank_can_be_swept(tmp_path: Path) -> None:
     """Rank 0 is full fine-tuning, so a sweep can compare both."""
     found = sweep(
