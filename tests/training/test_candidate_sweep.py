@@ -302,6 +302,7 @@ def test_two_jobs_stopped_and_resumed_are_one_job(longer: Path, tmp_path: Path) 
     assert "evaluated on the validation split" in log
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed(longer: Path, tmp_path: Path) -> None:
     folder, file = tmp_path / "sweep", as_toml(LONGER, tmp_path / "candidates.toml")
     words = ["train", "digits", "--sweep", file, "--run", folder, "--device", "cpu", "--workers", 0]

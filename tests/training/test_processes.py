@@ -152,7 +152,7 @@ def test_two_ranks_killed_at_any_moment(tmp_path: Path) -> None:
     [
         pytest.param(("optimizer.lrr=1",), "has no option 'optimizer.lrr'", marks=pytest.mark.slow),
         pytest.param(("batch=33",), "cannot be split into 2 equal micro-batches", marks=pytest.mark.slow),
-        (("mixing.mixup=0.2", "batch=34"), "use a batch that is a multiple of 4"),
+        pytest.param(("mixing.mixup=0.2", "batch=34"), "use a batch that is a multiple of 4", marks=pytest.mark.slow),
     ],
 )
 def test_errors_are_printed_once(changes: tuple[str, ...], words: str, tmp_path: Path) -> None:

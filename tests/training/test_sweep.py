@@ -128,6 +128,7 @@ def test_killed_and_resumed(straight: Sweep, tmp_path: Path) -> None:
     assert (second / "metrics.jsonl").read_text() == (straight.best.folder / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_give_the_same_numbers(straight: Sweep, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     sweep("digits", over=RATES, changes=TINY, folder=folder, device="cpu", workers=0, jobs=2, quiet=True)
