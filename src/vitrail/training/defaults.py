@@ -20,6 +20,8 @@ from vitrail.tasks.task import Task
 from vitrail.training.finetune_init import FinetuneInit, for_task, planned_config
 from vitrail.training.optimizers import learning_rate
 from vitrail.training.plan import (
+    SMALL_SIDE,
+    TINY_SIDE,
     DataFacts,
     ResolvedDefault,
     TrainingPlan,
@@ -30,8 +32,6 @@ from vitrail.training.plan import (
 from vitrail.training.pretraining.defaults import resolve_pretraining
 from vitrail.training.recipe import Recipe
 
-TINY_SIDE, SMALL_SIDE = 16, 40
-"""Images up to these sides count as tiny or small; larger ones as photos."""
 FEW_PHOTOS = 2_000
 """With fewer photos, two blocks learn as much as four in three quarters of the time, at half the learning rate; on a
 CPU the time saved goes into more steps (benchmarks/LOG.md)."""

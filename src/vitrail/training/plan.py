@@ -16,6 +16,8 @@ from vitrail.tasks.lookup import task_named
 from vitrail.tasks.task import Task
 from vitrail.training.recipe import Recipe
 
+TINY_SIDE, SMALL_SIDE = 16, 40
+"""Images up to these sides count as tiny or small; larger ones as photos."""
 SAMPLED_IMAGES = 64
 """Number of images to open when describing the data."""
 

@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,6 +96,10 @@ class State:
     progress: Progress
     scaler: GradScaler = field(default_factory=lambda: GradScaler("cpu", enabled=False))
     """Loss scaling for fp16."""
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Swap in the averaged weights, if there are any, inside a `with` block."""
+        return nullcontext() if self.average is None else self.average.swapped(self.model)
 
 
 def save_state(folder: Path, state: State, setting: Setting) -> None:

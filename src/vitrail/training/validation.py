@@ -1,8 +1,5 @@
 """Evaluation of a run's models: the current one on the validation split, and at the end the best one."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from vitrail.checkpoints.bundle import METRICS, Bundle
 from vitrail.errors import Diverged
 from vitrail.tasks.metrics import Metrics
@@ -10,13 +7,13 @@ from vitrail.training.criterion import as_good, score
 from vitrail.training.run import TrainingRun
 from vitrail.training.run_folder import METRICS as METRICS_FILE
 from vitrail.training.run_folder import RESULT, write_json
-from vitrail.training.state import Score, State
+from vitrail.training.state import Score
 
 
 def validate(run: TrainingRun) -> None:
     """Validate the current model, log its metrics, and keep it if it is the best."""
     progress, criterion = run.progress, run.plan.recipe.resolved_criterion()
-    with _averaged(run.state):
+    with run.state.averaged():
         metrics, images = run.learner.validate(run)
         reached = score(metrics, run.shown.criteria[criterion])
         is_highest = progress.reach(reached)
@@ -38,16 +35,6 @@ def _is_as_good(run: TrainingRun, criterion: str, reached: Score, images: int) -
         return False
     value = -highest.value if run.shown.criteria[criterion].lower_is_better else highest.value
     return as_good(reached, highest, run.learner.standard_error(criterion, value, images))
-
-
-@contextmanager
-def _averaged(state: State) -> Iterator[None]:
-    """Swap in the averaged weights, if there are any."""
-    if state.average is None:
-        yield
-    else:
-        with state.average.swapped(state.model):
-            yield
 
 
 def check_best(run: TrainingRun) -> None:

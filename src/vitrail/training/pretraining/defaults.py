@@ -13,6 +13,8 @@ from vitrail.models.config import ViTConfig
 from vitrail.models.variants import variant_config
 from vitrail.training.optimizers import learning_rate
 from vitrail.training.plan import (
+    SMALL_SIDE,
+    TINY_SIDE,
     DataFacts,
     ResolvedDefault,
     TrainingPlan,
@@ -24,8 +26,6 @@ from vitrail.training.pretraining.mae import MaeSettings, check_mae
 from vitrail.training.pretraining.masked_patches import check_masked_patches
 from vitrail.training.recipe import Recipe
 
-TINY_SIDE, SMALL_SIDE = 16, 40
-"""Images up to these sides count as tiny or small; larger ones as photos."""
 BASE_BATCH, BASE_LR = 256, 1.5e-4
 """The paper's learning rate, for this batch size; it grows in proportion to the batch."""
 LEAST_LR = 5e-4

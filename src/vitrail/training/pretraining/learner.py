@@ -70,8 +70,9 @@ class Pretraining(Learner):
         return None
 
     def evaluate(self, run: "TrainingRun", best: Bundle, *, final: bool) -> Metrics:  # noqa: ARG002
-        """Return the metrics of the kept model on the validation split; the loss is the last one."""
-        metrics, images = self._measured(run, run.state.model)
+        """Return the metrics of the kept model on the validation split; it is that of the last step."""
+        with run.state.averaged():
+            metrics, images = self._measured(run, run.state.model)
         kind = HELD_OUT if run.splits.val is not None else TRAINING
         return PretrainingMetrics(
             images=images,

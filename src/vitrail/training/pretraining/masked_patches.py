@@ -6,7 +6,7 @@
       -> special tokens and positions, encoder blocks and norm
       -> linear, for the chosen patches only: the colour of each, or its pixels
 
-Unlike a masked autoencoder, the encoder sees all N tokens and there is no decoder.
+Unlike a masked autoencoder, the encoder sees all N tokens, and a linear layer replaces the decoder.
 """
 
 from typing import Annotated, Literal

@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from vitrail.models.vit import ViT
 from vitrail.training.plan import TrainingPlan
 from vitrail.training.pretraining.mae import MaeSettings, MaskedAutoencoder
 from vitrail.training.pretraining.masked_patches import MaskedPatchesSettings, MaskedPatchPrediction
-from vitrail.training.pretraining.masking import Reconstruction
 
 
 class Method(NamedTuple):
@@ -31,9 +30,3 @@ def _masked_patches(model: ViT, plan: TrainingPlan) -> nn.Module:
 
 
 METHODS = {"mae": Method(_mae), "masked_patches": Method(_masked_patches, (3,))}
-
-
-def reconstructed(module: nn.Module, pixels: Tensor, noise: Tensor) -> Reconstruction:
-    """Return what a module makes of the masked patches of images."""
-    result: Reconstruction = module.reconstruct(pixels, noise)  # type: ignore[operator]
-    return result
