@@ -90,26 +90,38 @@ class LabelCollector:
         self._labels = array("q")
         self._splits = array("b")
         self._names: dict[str, str] = {}
+        self._texts: dict[object, str] = {}
+        """Labels as text: a few classes have millions of rows."""
 
     def read(self, row: ManifestRow) -> tuple[int, int | None]:
         """Return a code for the label of a row, equal for equal labels, and one for its split."""
-        where = f"{printable_path(self.place)}, {self.unit} {row.number}"
         code = -1
         if self.columns.label is not None:
-            text = label_text(row.label, where)
+            text = self._text(row.label, row)
             code = -1 if text == self.unknown else self._codes.setdefault(text, len(self._codes))
             if self.columns.name is not None:
-                name = label_text(row.name, where)
+                name = self._text(row.name, row)
                 if self._names.setdefault(text, name) != name:
                     raise DataError(
-                        f"{where} names label {text} {name!r}, but it was {self._names[text]!r} before; use one name"
+                        f"{self._where(row)} names label {text} {name!r}, but it was {self._names[text]!r} before; "
+                        "use one name"
                     )
         if self.columns.split is None:
             return code, None
         split = SPLITS.get(str(row.split).strip().lower())
         if split is None:
-            raise DataError(f"{where} has the split {row.split!r}; write train, val or test")
+            raise DataError(f"{self._where(row)} has the split {row.split!r}; write train, val or test")
         return code, _SPLIT_NUMBERS[split]
+
+    def _text(self, value: object, row: ManifestRow) -> str:
+        if type(value) not in (int, str):  # True and 1.0 would find the text of 1
+            return label_text(value, self._where(row))
+        if value not in self._texts:
+            self._texts[value] = label_text(value, self._where(row))
+        return self._texts[value]
+
+    def _where(self, row: ManifestRow) -> str:
+        return f"{printable_path(self.place)}, {self.unit} {row.number}"
 
     def keep(self, code: int, split: int | None) -> None:
         """Store what `read` returned for an image."""
