@@ -38,6 +38,7 @@ POSITIONS: dict[str, tuple[str, float | None]] = {
     "rope": ("RoPE 2-D", None),
 }
 """The candidates of the positions study as text, and their accuracy in the ViT paper (table 8), if it has them."""
+RESOLUTION = {"learned": "learned 1-D", "sincos": "sincos 2-D", "rope": "RoPE 2-D"}
 POOLING = {"class-token": "class token", "mean": "mean", "attention": "attention (MAP)"}
 DRAWN = re.compile(r"(<!-- drawn: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -192,19 +193,36 @@ def resolution() -> Study:
     """Accuracy at other resolutions before and after fine-tuning."""
     sweep, measured = read("resolution"), read("resolution", "resolution.json")
     sizes = sorted({row["size"] for row in measured})
-    kinds = dict.fromkeys((row["candidate"], row["method"]) for row in measured)
-    pieces = {"cost": cost(sweep)}
+    results: dict[tuple[str, str, str, int], list[float]] = {}
+    for row in measured:
+        for moment in ("before", "after"):
+            results.setdefault((moment, row["candidate"], row["method"], row["size"]), []).append(row[moment])
+    methods = {
+        name: sorted({method for _, candidate, method, _ in results if candidate == name}) for name in RESOLUTION
+    }
+    pieces, series = {"cost": f"{cost(sweep).rstrip()} Then {len(measured)} fine-tunings of 200 steps.\n"}, []
     for moment in ("before", "after"):
         rows = []
-        for candidate, method in kinds:
-            cells = []
-            for size in sizes:
-                found = [row[moment] for row in measured if (row["candidate"], row["method"], row["size"])
-                         == (candidate, method, size)]  # fmt: skip
-                cells.append(estimate(found) if found else "–")
-            rows.append([candidate, method if candidate == "learned" else "none needed", *cells])
-        pieces[moment] = table(["positions", "resampling", *(f"{size} pixels" for size in sizes)], rows, left=2)
-    return Study(pieces, {})
+        for name, title in RESOLUTION.items():
+            for method in methods[name]:
+                found = [results.get((moment, name, method, size)) for size in sizes]
+                cells = [estimate(values) if values else "–" for values in found]
+                rows.append([title, method if len(methods[name]) > 1 else "not needed", *cells])
+        header = ["positions", "resampling", *(f"{size} pixels" for size in sizes)]
+        pieces[moment] = table(header, rows, left=2)
+        for colour, (name, title) in enumerate(RESOLUTION.items(), start=1):
+            found = [results[moment, name, "timm", size] for size in sizes]
+            spans = [t_interval(values) or (fmean(values),) * 2 for values in found]
+            means = [fmean(values) for values in found]
+            series.append(
+                Series(f"{title}, {moment}", sizes, means, colour, dashed=moment == "before", marks=True,
+                       intervals=spans)
+            )  # fmt: skip
+    chart = line_chart(
+        series, title="Test accuracy before and after fine-tuning at another size", x_label="image size in pixels",
+        x_unit="integer", y_unit="percent", y_label="accuracy", width=640, height=380,
+    )  # fmt: skip
+    return Study(pieces, {"resolution.svg": chart})
 
 
 def dots(sweep: dict[str, Any], titles: dict[str, str]) -> str:
