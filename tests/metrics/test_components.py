@@ -45,7 +45,7 @@ def test_colours_span_the_range_and_ignore_extremes() -> None:
     rows = torch.cat([torch.linspace(-1, 1, 998), torch.tensor([50.0, -50.0])])[:, None].repeat(1, 2)
     colours = as_colours(rows)
     assert colours.shape == (1000, 3)
-    assert (colours.min(), colours.max()) == (0, 1)
+    assert (float(colours.min()), float(colours.max())) == (0, 1)
     assert colours[:998, 0].std() > 0.25  # not all near the middle
     assert torch.equal(colours[:, 2], torch.full((1000,), 0.5).double())  # there are two coordinates only
 
