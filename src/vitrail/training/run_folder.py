@@ -1,7 +1,7 @@
 """The run folder: its name, its lock and its files.
 
-recipe.toml split.json stamps.index contents.index check.json samples/ metrics.jsonl log.txt curves.svg best/ last/
-state/ sessions.json result.json; previews/ if it pretrains; and with the extra `train`: tensorboard/
+recipe.toml defaults.json split.json stamps.index contents.index check.json samples/ metrics.jsonl log.txt curves.svg
+best/ last/ state/ sessions.json result.json; previews/ if it pretrains; and with the extra `train`: tensorboard/
 test_predictions.parquet
 """
 
@@ -35,7 +35,7 @@ from vitrail.training.state import RESUME
 T = TypeVar("T")
 
 RECIPE, SPLIT, CHECK, METRICS = "recipe.toml", "split.json", "check.json", "metrics.jsonl"
-RESULT, ORIGIN = "result.json", "origin.json"
+RESULT, ORIGIN, DEFAULTS = "result.json", "origin.json", "defaults.json"
 BUILT_IN = "digits"
 MOST_DIFFERENCES = 4
 LOCK = ".lock"
