@@ -106,8 +106,7 @@ def test_settings_have_reasons(page: Page) -> None:
 def test_the_next_commands_name_the_model(page: Page, done: vitrail.Run) -> None:
     text = page.sections["use"]
     for command in ("train LABELLED/ --from", "probe", "embed", "explain"):
-        assert f"vitrail {command} '{done.folder}/best'" in text or f"vitrail {command}" in text
-    assert text.count(f"'{done.folder / 'best'}'") == 4, "quoted for a shell"
+        assert f"vitrail {command} '{done.folder}/best'" in text
     assert f"vitrail pretrain digits --recipe '{done.folder}/recipe.toml'" in page.sections["reproduce"]
     assert "test_predictions" not in page.sections["reproduce"]
 
@@ -121,11 +120,13 @@ def test_the_model_and_the_data_are_described(page: Page) -> None:
     assert "attention rollout" in shown(page)
 
 
-def test_the_command(bare: Path, tmp_path: Path) -> None:
-    written = run_command("report", str(bare), "--out", str(tmp_path / "page.html"))
-    assert written.returncode == 0, written.stderr
-    assert "WARNING" not in written.stderr
-    assert list(Page(tmp_path / "page.html").sections) == ["", "result", *PRETRAINING]
+def test_the_command(
+    done: vitrail.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "page.html"
+    written = run_command(monkeypatch, capsys, "report", done.folder, "--out", target)
+    assert (written.code, written.err) == (0, "")
+    assert target.read_bytes() == (done.folder / "report.html").read_bytes()
 
 
 def test_missing_and_corrupt_files_are_reported_in_place(bare: Path, tmp_path: Path) -> None:
@@ -155,14 +156,13 @@ def test_without_labels_the_loss_is_the_headline(tmp_path: Path, monkeypatch: py
     run = pretrained(tmp_path / "run", "steps=2", "batch=8", data=data)
     assert run.report is not None
     page = Page(run.report)
-    assert "Loss " in page.sections[""]
-    assert "on 1 held-out image" in page.sections[""]
+    assert "loss on 1 held-out image" in page.sections[""]
     assert figures(page) == [title for title in TITLES if title != "kNN accuracy"]
     assert "first three principal components" in " ".join(page.sections["previews"].split())
     assert "kNN" not in page.sections["result"]
 
 
-def test_two_runs_are_compared(bare: Path, done: vitrail.Run, run: Path, tmp_path: Path) -> None:
+def test_two_runs_are_compared(bare: Path, run: Path, tmp_path: Path) -> None:
     other = shutil.copytree(bare, tmp_path / "other")
     recipe = (other / "recipe.toml").read_text().replace("mask_ratio = 0.75", "mask_ratio = 0.5")
     (other / "recipe.toml").write_text(recipe)

@@ -17,9 +17,7 @@ def head(run: Record) -> str:
     if run.result is None:
         return f'{above}<h1>{escape(_unfinished_title(run))}</h1><p class="lead">{escape(run.why_no_result)}</p>'
     result = run.result
-    value, named = result.headline.text, result.headline.name
-    scored = f"{value} {named}" if result.headline.spec.unit == "percent" else f"{capitalised(named)} {value}"
-    title = f"{scored} on {result.images:,} {result.noun}"
+    title = f"{result.headline.text} {result.headline.name} on {result.images:,} {result.noun}"
     return f'{above}<h1>{escape(title)}</h1><p class="lead">{_lead(result)}</p>{_warnings(run, result)}'
 
 

@@ -58,7 +58,7 @@ class Pretraining(Learner):
         """Compute loss and features on the validation split; raise if the features have collapsed."""
         metrics, images = self._measured(run, run.state.model)
         width = run.plan.model.width
-        if metrics["val_spread"] * width**0.5 < LEAST_SPREAD:
+        if images > 1 and metrics["val_spread"] * width**0.5 < LEAST_SPREAD:  # one image has no spread
             raise Diverged(
                 f"the features have collapsed after step {run.progress.step:,}: they are nearly the same for all "
                 f"images (spread {metrics['val_spread']:.1g}); use a smaller optimizer.lr, a longer warm-up or a "
