@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 from tests.support.commands import run_command
 from tests.support.html_page import Page
+from tests.support.tiny_runs import tiny_pretraining
 
 import vitrail
 from vitrail.reports.report import report
@@ -19,19 +20,7 @@ from vitrail.training.pretraining.methods import METHODS
 from vitrail.training.pretraining.previews import read_preview
 from vitrail.training.run_folder import preview_file
 
-TINY = ("compile=false", "steps=12", "batch=32", "evaluations=4", "model.width=32", "model.depth=2", "model.heads=2")
 TITLES = ("Loss", "kNN accuracy", "Rank", "Spread", "Learning rate", "Gradient norm")
-
-
-def pretrained(folder: Path, *changes: str, data: str | Path = "digits", method: str = "mae") -> vitrail.Run:
-    return vitrail.pretrain(
-        data, method=method, changes=[*TINY, *changes], folder=folder, device="cpu", workers=0, quiet=True
-    )
-
-
-@pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> vitrail.Run:
-    return pretrained(tmp_path_factory.mktemp("pretraining") / "a <i>run & more")
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +142,7 @@ def test_without_labels_the_loss_is_the_headline(tmp_path: Path, monkeypatch: py
     data.mkdir()
     for number in range(24):
         Image.fromarray(rng.integers(0, 255, (16, 16, 3), np.uint8)).save(data / f"{number}.png")
-    run = pretrained(tmp_path / "run", "steps=2", "batch=8", data=data)
+    run = tiny_pretraining(tmp_path / "run", "steps=2", "batch=8", data=data)
     assert run.report is not None
     page = Page(run.report)
     assert "loss on 1 held-out image" in page.sections[""]
