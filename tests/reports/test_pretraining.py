@@ -51,6 +51,7 @@ def test_the_headline_and_the_numbers(page: Page, done: vitrail.Run) -> None:
     result = json.loads((done.folder / "result.json").read_text())
     head, numbers = (" ".join(page.sections[name].split()) for name in ("", "result"))
     assert f"{100 * result['knn']:.1f}% kNN accuracy on 90 held-out images" in head
+    assert "pretrained with mae" in head
     assert "none was trained on" in head
     assert "selected on these same images" not in head, "the last checkpoint is kept"
     assert f"{result['loss']:.3f}" in numbers

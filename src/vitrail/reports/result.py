@@ -13,7 +13,8 @@ WIDE = 0.06
 
 def head(run: Record) -> str:
     """Return the result as the headline, with a summary and warnings."""
-    above = f'<p class="over-title">Report on <strong>{escape(run.name)}</strong></p>'
+    how = "" if run.method is None else f", pretrained with {run.method.replace('_', '-')}"
+    above = f'<p class="over-title">Report on <strong>{escape(run.name)}</strong>{escape(how)}</p>'
     if run.result is None:
         return f'{above}<h1>{escape(_unfinished_title(run))}</h1><p class="lead">{escape(run.why_no_result)}</p>'
     result = run.result
