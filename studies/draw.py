@@ -211,9 +211,9 @@ def resolution() -> Study:
         header = ["positions", "resampling", *(f"{size} pixels" for size in sizes)]
         pieces[moment] = table(header, rows, left=2)
         for colour, (name, title) in enumerate(RESOLUTION.items(), start=1):
-            found = [results[moment, name, "timm", size] for size in sizes]
-            spans = [t_interval(values) or (fmean(values),) * 2 for values in found]
-            means = [fmean(values) for values in found]
+            curve = [results[moment, name, "timm", size] for size in sizes]
+            spans = [t_interval(values) or (fmean(values),) * 2 for values in curve]
+            means = [fmean(values) for values in curve]
             series.append(
                 Series(f"{title}, {moment}", sizes, means, colour, dashed=moment == "before", marks=True,
                        intervals=spans)

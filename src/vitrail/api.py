@@ -131,6 +131,11 @@ def train(
     )  # fmt: skip
     if evaluate_on != "test" or os.environ.get("RANK", "0") != "0":  # only rank 0 writes the report
         return run
+    return _with_report(run, quiet=quiet)
+
+
+def _with_report(run: Run, *, quiet: bool) -> Run:
+    """Write the report of a finished run."""
     path, message = report_of_finished(run.folder)
     if not quiet:
         print(printable(message), file=sys.stderr)
@@ -153,14 +158,15 @@ def pretrain(
 
     `method` is "mae", a masked autoencoder, or "masked-patches", the ViT paper's own. `recipe` replaces the recipe of
     that name by a TOML file or a `Recipe`; `changes` change its settings. Labels are ignored, except that with them the
-    kNN accuracy of the features is reported. The same call resumes an interrupted run.
+    kNN accuracy of the features is reported. The same call resumes an interrupted run. A report is written at the end.
     """
     for argument in unknown:
         raise unknown_setting(pretrain, argument, unknown[argument])
-    return train_run(
+    run = train_run(
         images, recipe=pretraining_recipe(method, recipe, changes), folder=folder, device=device, workers=workers,
         quiet=quiet,
     )  # fmt: skip
+    return run if os.environ.get("RANK", "0") != "0" else _with_report(run, quiet=quiet)
 
 
 def evaluate(

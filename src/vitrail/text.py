@@ -121,12 +121,12 @@ def isolated(name: str) -> str:
 
 
 def capitalised(text: str) -> str:
-    """Return text with a capital first letter; the rest stays as it is.
+    """Return text with a capital first letter; the rest stays as it is, and so does a name such as kNN.
 
-    >>> capitalised("macro-F1")
-    'Macro-F1'
+    >>> capitalised("macro-F1"), capitalised("kNN accuracy")
+    ('Macro-F1', 'kNN accuracy')
     """
-    return text[:1].upper() + text[1:]
+    return text if text[1:2].isupper() else text[:1].upper() + text[1:]
 
 
 def duration(seconds: float) -> str:

@@ -1,10 +1,12 @@
-"""Two runs shared by all report tests; tests that change one use a copy."""
+"""Three runs shared by all report tests; tests that change one use a copy."""
 
 import shutil
 from pathlib import Path
 
 import pytest
-from tests.support.tiny_runs import images, tiny_run
+from tests.support.tiny_runs import images, tiny_pretraining, tiny_run
+
+from vitrail import Run
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +22,12 @@ def run(data: Path) -> Path:
 @pytest.fixture(scope="session")
 def other_run(data: Path) -> Path:
     return tiny_run(data, data.parents[1] / "other", "optimizer.lr=0.01", "epochs=6").folder
+
+
+@pytest.fixture(scope="session")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A pretraining run."""
+    return tiny_pretraining(tmp_path_factory.mktemp("pretraining") / "a <i>run & more")
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import pytest
 from tests.support.browser import chromium
 from tests.support.tiny_runs import CLASSES, EVIL
 
+from vitrail import Run
 from vitrail.explanations.figures.figure import TEXT
 from vitrail.reports.report import report
 
@@ -21,11 +22,12 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def files(run: Path, other_run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def files(run: Path, other_run: Path, done: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     return {
         "one": report(run, out=folder / "one.html"),
         "two": report(run, other_run, folder / "two.html"),
+        "pretraining": report(done.folder, out=folder / "pretraining.html"),
     }
 
 
@@ -54,7 +56,10 @@ def opened(browser: Any, files: dict[str, Path], request: pytest.FixtureRequest)
 
 
 EVERYWHERE = [
-    (which, size, scheme) for which in ("one", "two") for size in (PHONE, DESKTOP) for scheme in ("light", "dark")
+    (which, size, scheme)
+    for which in ("one", "two", "pretraining")
+    for size in (PHONE, DESKTOP)
+    for scheme in ("light", "dark")
 ]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from vitrail.api import pretrain
 from vitrail.training.train import Run, train
 
 EVIL = "<script>alert(1)</script>"
@@ -13,6 +14,9 @@ CLASSES = (EVIL, "quo\"te & 'amp'", "plain")
 TINY = (
     "model.image_size=16", "model.patch_size=8", "model.stem=conv", "model.width=16", "model.depth=2", "model.heads=2",
     "epochs=4", "batch=16", "evaluations=3",
+)  # fmt: skip
+PRETRAINING = (
+    "compile=false", "steps=12", "batch=32", "evaluations=4", "model.width=32", "model.depth=2", "model.heads=2",
 )  # fmt: skip
 
 
@@ -35,3 +39,10 @@ def images(folder: Path) -> Path:
 def tiny_run(data: str | Path, folder: Path, *changes: str) -> Run:
     """Train briefly."""
     return train(data, changes=[*TINY, *changes], folder=folder, device="cpu", workers=0, quiet=True)
+
+
+def tiny_pretraining(folder: Path, *changes: str, data: str | Path = "digits", method: str = "mae") -> Run:
+    """Pretrain briefly; with a report."""
+    return pretrain(
+        data, method=method, changes=[*PRETRAINING, *changes], folder=folder, device="cpu", workers=0, quiet=True
+    )

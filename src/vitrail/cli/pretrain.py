@@ -49,3 +49,5 @@ def pretrain(
     if is_main and not on_one_stream():  # else the log has just shown it
         echo(f"the pretrained model is {done.folder / 'best'}; the run is in {done.folder}")
         echo(done.summary)
+        if done.report is not None:
+            echo(f"the report is {done.report}")

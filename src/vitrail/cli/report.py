@@ -10,7 +10,7 @@ from vitrail.cli.output import echo, warnings_on_stderr
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="Run folder, as printed by vitrail train.")],
+    run: Annotated[Path, typer.Argument(help="Run folder, as printed by vitrail train or pretrain.")],
     other: Annotated[Path | None, typer.Argument(help="Second run folder, to compare with the first.")] = None,
     out: Annotated[
         Path | None,

@@ -30,7 +30,7 @@ SIGNIFICANCE = 0.05
 def compare(one: Record, other: Record, unreadable: Sequence[str] = ()) -> str:
     """Return a page that compares two runs; `unreadable` lists their files that could not be read."""
     names = (f"A: {shorten(one.name, 28)}", f"B: {shorten(other.name, 28)}")
-    if one.task is not other.task:
+    if one.purpose != other.purpose:
         head, sections = _different_tasks(one, other, names)
         return page(title=f"{one.name} and {other.name}", head=head + warnings(unreadable), sections=sections)
     both, why_not = paired_predictions(one, other)
@@ -42,14 +42,14 @@ def compare(one: Record, other: Record, unreadable: Sequence[str] = ()) -> str:
         "classes": lambda: _classes(one, other, alike=alike),
         "reproduce": lambda: _reproduce(one, other, names),
     }
-    sections = [_numbers(one, other, names, alike=alike), *(made[name]() for name in one.task.compared_sections)]
+    sections = [_numbers(one, other, names, alike=alike), *(made[name]() for name in one.compared_sections)]
     head = _head(one, other, both, alike=alike) + warnings(unreadable)
     return page(title=f"{one.name} and {other.name}", head=head, sections=sections)
 
 
 def _different_tasks(one: Record, other: Record, names: tuple[str, str]) -> tuple[str, list[Section]]:
     """Return the head and the sections for runs of two tasks, which have no metric to compare them by."""
-    title = f"Different tasks: A is {one.task.name}, B is {other.task.name}"
+    title = f"Different tasks: A is {one.purpose}, B is {other.purpose}"
     lead = "Models of different tasks have different metrics, so neither run is the better one."
     columns = [Column("Run"), Column("Metric"), Column("Value", number=True)]
     rows = [

@@ -3,16 +3,33 @@
 from vitrail.charts.lines import Series
 from vitrail.reports.page import Section, absent, chart
 from vitrail.reports.run_record import Record
-from vitrail.text import capitalised
+from vitrail.tasks.metrics import MetricSpec
+from vitrail.tasks.task import AUGMENTED_ONLY
+from vitrail.text import capitalised, ended
 from vitrail.training.curves import curve, curve_charts, line, over_steps, sparse, wide
+from vitrail.training.pretraining.metrics import LOSS, RANK, SPREAD
 
 
 def curves(run: Record) -> Section:
     """Return loss, accuracy, learning rate and gradient norm over the steps."""
     if not run.rows:
         return _section(absent("metrics.jsonl has no steps, so the curves are missing."))
-    loss, *others = curve_charts(run.rows, run.task)
-    return _section(chart(loss, run.task.loss_note(run.recipe).text), *(chart(one) for one in others))
+    loss, headline, *others = curve_charts(run.rows, run.shown)
+    if run.method is None:
+        note = run.task.loss_note(run.recipe)
+        return _section(chart(loss, note.text), chart(headline), *map(chart, others))
+    of_features = [_explained(_validated(run, spec), spec) for spec in (RANK, SPREAD)]
+    knn = [] if run.shown.headline is LOSS else [_explained(headline, run.shown.headline)]
+    return _section(chart(loss, AUGMENTED_ONLY.text), *knn, *of_features, *map(chart, others))
+
+
+def _explained(drawn: str, spec: MetricSpec) -> str:
+    return chart(drawn, ended(capitalised(spec.explanation)))
+
+
+def _validated(run: Record, spec: MetricSpec) -> str:
+    """Return a chart of a metric of the validation split."""
+    return over_steps(capitalised(spec.name), [sparse("validation split", curve(run.rows, spec.key), 2)], low=0.0)
 
 
 def curves_of_two(one: Record, other: Record, names: tuple[str, str]) -> Section:
@@ -27,7 +44,7 @@ def curves_of_two(one: Record, other: Record, names: tuple[str, str]) -> Section
     def training(number: str) -> list[Series]:
         return [line(name, curve(rows, number).smooth(), colour) for name, rows, colour in both]
 
-    log, main = any(wide(rows) for _, rows, _ in both), one.task.headline
+    log, main = any(wide(rows) for _, rows, _ in both), one.shown.headline
     title, high = f"{capitalised(main.name)} on the validation split", main.axis[1]
     return _section(
         chart(over_steps(title, validation(main.key), unit=main.unit, high=high)),

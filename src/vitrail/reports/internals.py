@@ -91,8 +91,8 @@ def _rollout(bundle: Bundle, items: list[Item]) -> str:
     except VitrailError as error:
         return absent(ended(f"Attention rollout cannot be shown: {error}"))
     caption = (
-        "Test images, each with its attention rollout through all layers (Abnar and Zuidema): dark regions do not "
-        "contribute to the prediction."
+        "Held-out images, each with its attention rollout through all layers (Abnar and Zuidema): dark regions do not "
+        "contribute to the output."
     )
     return (
         f'<h3>Attention rollout</h3><ul class="mistakes many">{"".join(cards)}</ul>{paragraph(caption, "quiet small")}'

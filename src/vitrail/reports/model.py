@@ -3,7 +3,6 @@
 import importlib.metadata
 import platform
 import shlex
-from pathlib import Path
 
 from vitrail._version import __version__
 from vitrail.charts.svg import escape
@@ -60,8 +59,8 @@ def _architecture(bundle: Bundle) -> dict[str, str]:
     kind, mlp = ("Vision Transformer", f", MLP of {config.mlp_hidden:,}") if config.depth else ("Convolutional", "")
     return {
         "Architecture": f"{kind}{f' {variant}' if variant else ''}: {config.encoder_text}{mlp}",
-        "Stem and pooling": f"{STEMS[config.stem]}; position: {config.position.replace('_', ' ')}; the head reads "
-        f"{POOLS[config.pool]}",
+        "Stem and pooling": f"{STEMS[config.stem]}; position: {config.position.replace('_', ' ')}; "
+        f"{'the head reads' if config.classes else 'the features are'} {POOLS[config.pool]}",
         "Parameters": f"{compute.parameters:,}",
         "Compute": f"{compute.flops / 1e9:.3g} GFLOPs per image",
         "Input": f"{height}×{width} pixels, {plural(config.channels, 'channel')}; {rows}×{columns} patches of {patch}"
@@ -84,7 +83,7 @@ def _training(run: Record) -> dict[str, str]:
             steps,
             *([f"{epochs:.4g} epochs"] if epochs is not None else []),
             *([f"batch size {batch:,}"] if isinstance(batch, int) else []),
-            *([f"best checkpoint at step {best:,}"] if isinstance(best, int) else []),
+            *([f"best checkpoint at step {best:,}"] if isinstance(best, int) and run.method is None else []),
         ]
     )
     return {**facts, **_effort(run, done)}
@@ -139,19 +138,26 @@ def reproduce(run: Record) -> Section:
         source = run.provenance.get("source")
         named = f" ({source})" if source else ""
         body += paragraph(f"MODEL is the pretrained model{named} with the checksum {pretrained}.")
+    expect = "metrics within the intervals above" if run.method is None else "slightly different metrics"
     body += paragraph(
         "With the same versions, machine and number of threads, the weights are bit-identical; otherwise expect "
-        "metrics within the intervals above."
+        f"{expect}."
     )
     body += f"<h3>Versions used for this report</h3>{_versions(run)}"
-    body += f"<h3>Files of the run and their SHA-256</h3>{_files(run.folder)}"
+    body += f"<h3>Files of the run and their SHA-256</h3>{_files(run)}"
     body += f"<details><summary>Full recipe</summary><pre><code>{escape(run.recipe_text)}</code></pre></details>"
     return Section("reproduce", "Reproduce", "Reproduce this run", body)
 
 
 def command(run: Record) -> str:
     """Return the command that reproduces a run."""
-    words = ["vitrail", "train", run.data or "DATA", "--recipe", str(run.folder / RECIPE)]
+    words = [
+        "vitrail",
+        "train" if run.method is None else "pretrain",
+        run.data or "DATA",
+        "--recipe",
+        str(run.folder / RECIPE),
+    ]
     if run.origin.get("pretrained"):
         words += ["--from", "MODEL"]
     return shlex.join([*words, "--run", f"{run.folder}-again"])
@@ -168,10 +174,12 @@ def _versions(run: Record) -> str:
     return f'<dl class="facts">{rows}</dl>'
 
 
-def _files(folder: Path) -> str:
+def _files(run: Record) -> str:
     rows = []
     for name, what in FILES.items():
-        path = folder / name
+        if name == TEST_PREDICTIONS and run.method is not None:  # it predicts nothing
+            continue
+        path = run.folder / name
         if path.is_file():
             try:
                 checksum = file_digest(path)

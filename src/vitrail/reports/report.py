@@ -13,6 +13,8 @@ from vitrail.reports.data import data, unreadable_samples
 from vitrail.reports.internals import inside
 from vitrail.reports.model import model_summary, reproduce
 from vitrail.reports.page import GENERATOR, Section, page, warnings
+from vitrail.reports.pretraining import chosen_settings, next_steps
+from vitrail.reports.previews import previews, unreadable_previews
 from vitrail.reports.result import head, result, tables
 from vitrail.reports.run_artifacts import RunArtifacts, open_artifacts, unreadable_predictions
 from vitrail.reports.run_record import Record, read_run
@@ -23,6 +25,9 @@ REPORT = "report.html"
 SECTIONS: dict[str, Callable[[RunArtifacts], Section]] = {
     "tables": lambda artifacts: tables(artifacts.run),
     "mistakes": mistakes,
+    "previews": lambda artifacts: previews(artifacts.run),
+    "use": lambda artifacts: next_steps(artifacts.run),
+    "settings": lambda artifacts: chosen_settings(artifacts.run),
     "classes": lambda artifacts: classes(artifacts.run),
     "confusion": lambda artifacts: confusion(artifacts.run),
     "calibration": lambda artifacts: calibration(artifacts.run),
@@ -32,7 +37,7 @@ SECTIONS: dict[str, Callable[[RunArtifacts], Section]] = {
     "data": lambda artifacts: data(artifacts.run),
     "reproduce": lambda artifacts: reproduce(artifacts.run),
 }
-"""The sections that a task can choose from."""
+"""The sections that a report can have; the run chooses."""
 _log = logging.getLogger("vitrail")
 
 
@@ -65,7 +70,7 @@ def write_report(run: str | Path, other: str | Path | None = None, out: str | Pa
     _check_target(target)
     if two is None:
         artifacts = open_artifacts(one)
-        unreadable = (*one.unreadable, *artifacts.unreadable, *unreadable_samples(one))
+        unreadable = (*one.unreadable, *artifacts.unreadable, *unreadable_samples(one), *unreadable_previews(one))
         text = _single(artifacts, unreadable)
     else:
         unreadable = (*one.unreadable, *two.unreadable, *unreadable_predictions(one), *unreadable_predictions(two))
@@ -76,7 +81,7 @@ def write_report(run: str | Path, other: str | Path | None = None, out: str | Pa
 
 def _single(artifacts: RunArtifacts, unreadable: Sequence[str]) -> str:
     run = artifacts.run
-    sections = [result(run), *(SECTIONS[name](artifacts) for name in run.task.sections)]
+    sections = [result(run), *(SECTIONS[name](artifacts) for name in run.sections)]
     return page(title=f"{run.name}: report", head=head(run) + warnings(unreadable), sections=sections)
 
 

@@ -13,7 +13,8 @@ WIDE = 0.06
 
 def head(run: Record) -> str:
     """Return the result as the headline, with a summary and warnings."""
-    above = f'<p class="over-title">Report on <strong>{escape(run.name)}</strong></p>'
+    how = "" if run.method is None else f", pretrained with {run.method.replace('_', '-')}"
+    above = f'<p class="over-title">Report on <strong>{escape(run.name)}</strong>{escape(how)}</p>'
     if run.result is None:
         return f'{above}<h1>{escape(_unfinished_title(run))}</h1><p class="lead">{escape(run.why_no_result)}</p>'
     result = run.result
@@ -67,7 +68,7 @@ def _warnings(run: Record, result: Metrics) -> str:
     if result.on_training:
         notes.append(
             "No images were held out, so this is the result on the training images and says nothing about new "
-            "images. Set data.val and data.test above 0 to get a result."
+            f"images. Set {'data.val' if run.method else 'data.val and data.test'} above 0 to get a result."
         )
     elif run.selected_on_test_images:
         notes.append(
@@ -101,9 +102,11 @@ def _so_far(run: Record) -> str:
     best = best_row(run.rows)
     if best is None:
         return paragraph("The run has not been validated yet, either.")
-    headline = run.task.headline
-    return paragraph(
+    headline = run.shown.headline
+    so_far = (
         f"So far the checkpoint of step {best['step']:,} is kept, with a validation {headline.name} of "
-        f"{headline.show(best[headline.key])}. The validation split selects the checkpoint, so this is not a final "
-        "result."
+        f"{headline.show(best.get(headline.key))}."
     )
+    if run.method is not None:
+        return paragraph(so_far)
+    return paragraph(f"{so_far} The validation split selects the checkpoint, so this is not a final result.")

@@ -1,9 +1,10 @@
 """What a run left for its report: the best model, the test images, and the predictions, also next to another run's."""
 
+import json
 import os
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from PIL import Image
 from vitrail.charts.svg import escape
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import load
-from vitrail.data.sources.opening import open_data
+from vitrail.data.sources.opening import open_data, open_unlabelled
 from vitrail.data.sources.source import Source
 from vitrail.errors import DataError, VitrailError
 from vitrail.explanations.explanation import enlarged
@@ -118,9 +119,19 @@ def open_artifacts(run: Record) -> RunArtifacts:
 def _held_out(run: Record) -> Source:
     if not run.data or run.split is None:
         raise DataError("the run does not record its path")
+    if run.method is not None:
+        return _pretraining_images(run.data, run.split)
     splits = open_data(run.data, record=run.split)
     source: Source = splits.test or splits.val or splits.train
     return source
+
+
+def _pretraining_images(data: str, record: dict[str, Any]) -> Source:
+    """Return the images that a pretraining run validated on; raise if the data has changed."""
+    splits = open_unlabelled(data, seed=record["seed"], val=record["fractions"]["val"])
+    if json.loads(json.dumps(splits.record)) != record:
+        raise DataError("images were added, removed or renamed since the run")
+    return splits.val or splits.train
 
 
 # ── predictions ──

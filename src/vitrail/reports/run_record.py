@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 
 from vitrail.checkpoints.bundle import CONFIG
 from vitrail.errors import CheckpointError, ConfigError
@@ -14,10 +14,27 @@ from vitrail.tasks.classification_metrics import ClassificationMetrics
 from vitrail.tasks.lookup import CLASSIFICATION, task_named
 from vitrail.tasks.metrics import Metrics
 from vitrail.tasks.task import Task
-from vitrail.training.run_folder import CHECK, LOCK, METRICS, ORIGIN, OUTCOME, RECIPE, RESULT, SPLIT, SWEEP, MetricsFile
+from vitrail.training.learner import ShownMetrics
+from vitrail.training.pretraining.metrics import PretrainingMetrics, PretrainingShown
+from vitrail.training.recipe import METHODS
+from vitrail.training.run_folder import (
+    CHECK,
+    DEFAULTS,
+    LOCK,
+    METRICS,
+    ORIGIN,
+    OUTCOME,
+    RECIPE,
+    RESULT,
+    SPLIT,
+    SWEEP,
+    MetricsFile,
+)
 from vitrail.training.sessions import SESSIONS, read_sessions
 
 BEST = "best"
+PRETRAINING = ("previews", "curves", "use", "settings", "model", "inside", "data", "reproduce")
+"""The sections of a pretraining run; those of other runs are its task's."""
 T = TypeVar("T")
 
 
@@ -27,6 +44,14 @@ class Finding(BaseModel):
     text: str
     advice: str = ""
     details: list[str] = []
+
+
+class Default(BaseModel):
+    """A setting that the recipe left unset, from defaults.json."""
+
+    field: str
+    value: str
+    reason: str
 
 
 class Check(BaseModel):
@@ -60,6 +85,8 @@ class Record:
     origin: dict[str, Any]
     provenance: dict[str, Any]
     """Provenance of the best model."""
+    defaults: tuple[Default, ...] = ()
+    """The settings that were chosen for the data."""
     unreadable: tuple[str, ...] = ()
     """A sentence for each file that exists but cannot be read: which, why, and what the report lacks."""
 
@@ -72,6 +99,33 @@ class Record:
     def task(self) -> Task:
         """The task of the run."""
         return task_named(str(self.recipe.get("task", CLASSIFICATION.name)))
+
+    @property
+    def method(self) -> str | None:
+        """The pretraining method; None if the run learned a task."""
+        return _method(self.recipe)
+
+    @property
+    def purpose(self) -> str:
+        """What the model was trained for: a task, or pretraining."""
+        return self.task.name if self.method is None else PretrainingMetrics.task
+
+    @property
+    def shown(self) -> ShownMetrics:
+        """The metrics that the run recorded while it trained."""
+        if self.method is None:
+            return self.task
+        return PretrainingShown(labelled=any("val_knn" in row for row in self.rows))
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        """The sections of its report, after the result."""
+        return self.task.sections if self.method is None else PRETRAINING
+
+    @property
+    def compared_sections(self) -> tuple[str, ...]:
+        """The sections of its comparison with another run, after the metrics."""
+        return self.task.compared_sections if self.method is None else Task.compared_sections
 
     @property
     def classified(self) -> ClassificationMetrics | None:
@@ -93,6 +147,8 @@ class Record:
     @property
     def selected_on_test_images(self) -> bool:
         """Whether the evaluated images also selected the best checkpoint, because the run has no test split."""
+        if self.method is not None:  # the last checkpoint is kept
+            return False
         counts = (self.split or {}).get("counts", {})
         return bool(counts) and not counts.get("test")
 
@@ -116,12 +172,12 @@ def read_run(folder: str | Path) -> Record:
     split = _json(place / SPLIT, "the held-out images", faults)
     origin = _json(place / ORIGIN, "the path of the data", faults) or {}
     config = _json(place / BEST / CONFIG, "the provenance of the best model", faults) or {}
-    rows = _rows(place, faults)
+    rows, defaults = _rows(place, faults), _defaults(place, faults)
     if (place / SESSIONS).exists() and not read_sessions(place):
         faults.append(f"{place / SESSIONS} cannot be read, so the report lacks time and hardware")
     return Record(
         place, recipe, text, rows, result, why_no_result, check, why_no_check, split, origin, _provenance(config),
-        tuple(faults),
+        defaults, tuple(faults),
     )  # fmt: skip
 
 
@@ -161,7 +217,25 @@ def _why_not_evaluated(place: Path) -> str:
 
 def _reader(recipe: dict[str, Any]) -> Callable[[dict[str, Any]], Metrics]:
     """Return what reads the result of a run with this recipe."""
+    if _method(recipe) is not None:
+        return PretrainingMetrics.from_dict
     return task_named(str(recipe.get("task", CLASSIFICATION.name))).metrics.from_dict
+
+
+def _method(recipe: dict[str, Any]) -> str | None:
+    """Return the pretraining method of a recipe, if it has the table of one."""
+    return next((name for name in METHODS if isinstance(recipe.get(name), dict)), None)
+
+
+def _defaults(place: Path, faults: list[str]) -> tuple[Default, ...]:
+    """Return the settings that were chosen for the data; none if the run did not record them."""
+    try:
+        return tuple(TypeAdapter(list[Default]).validate_python(read_json(place / DEFAULTS)))
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError):  # among them pydantic's and `ContentError`
+        faults.append(f"{place / DEFAULTS} cannot be read, so the report lacks the reasons of the settings")
+        return ()
 
 
 def _read(path: Path, parse: Callable[[dict[str, Any]], T], what: str, faults: list[str]) -> tuple[T | None, str]:

@@ -11,8 +11,18 @@ from vitrail.data.checking.findings import Unreadable, them
 from vitrail.data.sources.splits import Splits
 from vitrail.errors import DataError
 from vitrail.io import read_json
+from vitrail.training.display import format_value
 from vitrail.training.plan import TrainingPlan
-from vitrail.training.run_folder import CHECK, SPLIT, Origin, keep_origin, keep_recipe, read_in_run, write_json
+from vitrail.training.run_folder import (
+    CHECK,
+    DEFAULTS,
+    SPLIT,
+    Origin,
+    keep_origin,
+    keep_recipe,
+    read_in_run,
+    write_json,
+)
 from vitrail.training.samples import keep_samples
 from vitrail.training.stamps import check_stamps
 
@@ -29,6 +39,9 @@ class PreparedFolder(NamedTuple):
 def prepare_folder(folder: Path, plan: TrainingPlan, splits: Splits, origin: Origin) -> PreparedFolder:
     """Write the files of a new run, and check that a resumed one has the same recipe, weights and data."""
     keep_recipe(folder, plan.recipe)
+    if not (folder / DEFAULTS).exists():
+        rows = [default._replace(value=format_value(default.value))._asdict() for default in plan.defaults]
+        write_json(folder / DEFAULTS, rows)
     moved = keep_origin(folder, origin)
     check = None
     if (folder / SPLIT).exists():

@@ -1,7 +1,8 @@
 """The run folder: its name, its lock and its files.
 
-recipe.toml split.json stamps.index contents.index check.json samples/ metrics.jsonl log.txt curves.svg best/ last/
-state/ sessions.json result.json; and with the extra `train`: tensorboard/ test_predictions.parquet
+recipe.toml defaults.json split.json stamps.index contents.index check.json samples/ metrics.jsonl log.txt curves.svg
+best/ last/ state/ sessions.json result.json; previews/ if it pretrains; and with the extra `train`: tensorboard/
+test_predictions.parquet
 """
 
 import contextlib
@@ -34,7 +35,7 @@ from vitrail.training.state import RESUME
 T = TypeVar("T")
 
 RECIPE, SPLIT, CHECK, METRICS = "recipe.toml", "split.json", "check.json", "metrics.jsonl"
-RESULT, ORIGIN = "result.json", "origin.json"
+RESULT, ORIGIN, DEFAULTS = "result.json", "origin.json", "defaults.json"
 BUILT_IN = "digits"
 MOST_DIFFERENCES = 4
 LOCK = ".lock"
@@ -42,6 +43,8 @@ LOCK = ".lock"
 SWEEP, OUTCOME = "sweep.json", "outcome.json"
 """Mark the folder of a sweep, and of each of its runs."""
 CURVES, EVENTS, TEST_PREDICTIONS = "curves.svg", "tensorboard", "test_predictions.parquet"
+PREVIEWS = "previews"
+"""Images to look at, of a pretraining run."""
 
 
 class Origin(NamedTuple):
@@ -142,7 +145,7 @@ def _lock(folder: Path, stack: contextlib.ExitStack) -> None:
         if not (folder / LOCK).exists() and any(folder.iterdir()):
             raise ConfigError(f"{folder} exists and is not a run; choose another --run")
         stack.enter_context(lock_file(folder / LOCK))
-        for place in (folder, folder / "best", folder / "last"):
+        for place in (folder, folder / "best", folder / "last", folder / PREVIEWS):
             remove_partial_files(place)
     except BlockingIOError:
         raise ConfigError(f"the run folder {folder} is in use by another process; wait, or choose --run") from None
@@ -204,6 +207,11 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, content: Any) -> None:
     """Write a small JSON file atomically."""
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def preview_file(folder: Path, step: int) -> Path:
+    """Return the file of the images shown after a step."""
+    return folder / PREVIEWS / f"{step:06d}.png"
 
 
 class MetricsFile:

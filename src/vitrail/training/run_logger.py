@@ -13,7 +13,16 @@ from vitrail.tasks.task import Predictions, Task
 from vitrail.training.curves import draw_curves
 from vitrail.training.display import Throughput
 from vitrail.training.learner import ShownMetrics
-from vitrail.training.run_folder import CURVES, EVENTS, TEST_PREDICTIONS, MetricsFile, best_row
+from vitrail.training.run_folder import (
+    CURVES,
+    EVENTS,
+    PREVIEWS,
+    TEST_PREDICTIONS,
+    MetricsFile,
+    atomic_run_file,
+    best_row,
+    preview_file,
+)
 from vitrail.training.split_predictions import write_test_predictions
 
 # ── TensorBoard events ──
@@ -26,6 +35,7 @@ TAGS = {
     "waiting_fraction": "speed/waiting_fraction",
 }
 """Key in a row, and tag in TensorBoard, where `tag_of` does not derive it."""
+PREVIEW_TAG = "val/preview"
 NOT_PLOTTED = ("step", "epoch", "best")
 
 
@@ -50,6 +60,16 @@ class Events:
             self._writer = self._open()
         values = [Summary.Value(tag=tag_of(name), simple_value=row[name]) for name in row if name not in NOT_PLOTTED]
         self._writer.add_summary(Summary(value=values), row["step"])
+
+    def write_image(self, tag: str, step: int, png: bytes) -> None:
+        """Write an image."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        if self._writer is None:
+            self._writer = self._open()
+        width, height = (int.from_bytes(png[start : start + 4]) for start in (16, 20))  # the header chunk
+        image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=png)
+        self._writer.add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
 
     def flush(self) -> None:
         """Flush everything written so far to the file."""
@@ -133,6 +153,18 @@ class RunLogger:
         self.changed = True
         if time.monotonic() - self.drawn > self.pause:
             self._draw()
+
+    def preview(self, step: int, png: bytes) -> None:
+        """Write images to look at, to the run folder and to TensorBoard."""
+
+        def write() -> None:
+            path = preview_file(self.folder, step)
+            path.parent.mkdir(exist_ok=True)
+            with atomic_run_file(path) as temporary:
+                temporary.write_bytes(png)
+
+        self._write_optional(PREVIEWS, write)
+        self._write_optional(EVENTS, lambda: self.events.write_image(PREVIEW_TAG, step, png))
 
     def flush(self) -> None:
         """Flush before a training state is saved, so that a run resumed from it finds every event up to it."""

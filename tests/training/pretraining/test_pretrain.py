@@ -116,6 +116,11 @@ def test_resumed_exactly(straight: tuple[str, vitrail.Run], tmp_path: Path, monk
     actual, expected = state(tmp_path / "run"), state(run.folder)
     assert actual.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
+    images = [
+        {path.name: path.read_bytes() for path in (one / "previews").iterdir()}
+        for one in (tmp_path / "run", run.folder)
+    ]
+    assert images[0] == images[1]
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from torch import nn
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.errors import ConfigError, Diverged
 from vitrail.explanations.figures.figure import LINE, PAPER, Absent, Figure
+from vitrail.metrics.components import principal_components
 from vitrail.models.stems import StdConv
 from vitrail.models.vit import ViT
 
@@ -46,18 +47,13 @@ def filters(model: ViT, count: int = COUNT) -> Filters:
     if count < 1:
         raise ConfigError(f"count is {count}; it should be 1 or more")
     weight, layer = _first_kernels(model)
-    kernels = weight.detach().double().cpu().permute(0, 2, 3, 1).contiguous().numpy()
-    if not np.isfinite(kernels).all():
+    kernels = weight.detach().permute(0, 2, 3, 1)
+    if not kernels.isfinite().all():
         raise Diverged("the kernels of the patch embedding are not finite; the weights are corrupt")
-    flat = kernels.reshape(len(kernels), -1)
-    _, spread, directions = np.linalg.svd(flat - flat.mean(axis=0), full_matrices=False)
-    # Beyond the rank, directions are rounding noise.
-    rank = int((spread > spread[0] * 1e-10).sum()) if np.abs(flat).max() > 0 and spread[0] > 1e-12 else 0
-    chosen = directions[: min(count, rank)]
-    largest = np.take_along_axis(chosen, np.abs(chosen).argmax(axis=1)[:, None], axis=1)
-    components = (chosen * np.where(largest < 0, -1, 1)).reshape(-1, *kernels.shape[1:])
-    explained = (spread**2 / max((spread**2).sum(), np.finfo(np.float64).tiny))[: len(components)]
-    return Filters(components, explained, len(kernels), layer, model.config.stem not in ("conv_stem", "resnet"))
+    chosen = principal_components(kernels.flatten(1), count)
+    components = chosen.directions.reshape(len(chosen.directions), *kernels.shape[1:]).numpy()
+    of_patches = model.config.stem not in ("conv_stem", "resnet")
+    return Filters(components, chosen.explained.numpy(), len(kernels), layer, of_patches)
 
 
 def filters_figure(bundle: Bundle, *, count: int = COUNT) -> Figure | Absent:

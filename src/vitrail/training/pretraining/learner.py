@@ -20,6 +20,7 @@ from vitrail.training.plan import TrainingPlan
 from vitrail.training.pretraining.draws import uniform
 from vitrail.training.pretraining.methods import METHODS, Method
 from vitrail.training.pretraining.metrics import PretrainingMetrics
+from vitrail.training.pretraining.previews import Reconstructs, Rows, patch_features, reconstructions, write_preview
 
 if TYPE_CHECKING:
     from vitrail.training.run import TrainingRun
@@ -57,12 +58,13 @@ class Pretraining(Learner):
         """Compute loss and features on the validation split; raise if the features have collapsed."""
         metrics, images = self._measured(run, run.state.model)
         width = run.plan.model.width
-        if metrics["val_spread"] * width**0.5 < LEAST_SPREAD:
+        if images > 1 and metrics["val_spread"] * width**0.5 < LEAST_SPREAD:  # one image has no spread
             raise Diverged(
                 f"the features have collapsed after step {run.progress.step:,}: they are nearly the same for all "
                 f"images (spread {metrics['val_spread']:.1g}); use a smaller optimizer.lr, a longer warm-up or a "
                 f"larger batch, in a new run"
             )
+        self._preview(run)
         return Validation(metrics, images)
 
     def standard_error(self, criterion: str, value: float, images: int) -> float | None:  # noqa: ARG002
@@ -82,6 +84,18 @@ class Pretraining(Learner):
             rank=metrics["val_rank"],
             spread=metrics["val_spread"],
         )
+
+    def _preview(self, run: "TrainingRun") -> None:
+        """Show a few validation images: reconstructed, or if the method does not do so, their patch features."""
+        module, preprocess = run.state.model, run.plan.preprocess
+
+        def draw(pixels: Tensor) -> Rows:
+            if not self._method.reconstructs:
+                return patch_features(self.kept(module), pixels, preprocess)
+            noise = self._noise(0, pixels, "preview masks")
+            return reconstructions(cast("Reconstructs", module), pixels, noise, preprocess)
+
+        write_preview(run, draw)
 
     def _noise(self, first: int, pixels: Tensor, purpose: str) -> Tensor:
         shape = (self.plan.model.patches, *self._method.draws)

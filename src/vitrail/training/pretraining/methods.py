@@ -15,9 +15,11 @@ class Method(NamedTuple):
     """A pretraining method."""
 
     module: Callable[[ViT, TrainingPlan], nn.Module]
-    """Wraps a model for pretraining; the result has an `encoder` and a `reconstruct`."""
+    """Wraps a model for pretraining; the result has an `encoder`."""
     draws: tuple[int, ...] = ()
     """Uniform draws per patch, besides the first."""
+    reconstructs: bool = False
+    """Whether the module has a `reconstruct`, which predicts masked patches."""
 
 
 def _mae(model: ViT, plan: TrainingPlan) -> nn.Module:
@@ -29,4 +31,7 @@ def _masked_patches(model: ViT, plan: TrainingPlan) -> nn.Module:
     return MaskedPatchPrediction(model, settings, plan.preprocess.mean, plan.preprocess.std)
 
 
-METHODS = {"mae": Method(_mae), "masked_patches": Method(_masked_patches, (3,))}
+METHODS = {
+    "mae": Method(_mae, reconstructs=True),
+    "masked_patches": Method(_masked_patches, (3,), reconstructs=True),
+}

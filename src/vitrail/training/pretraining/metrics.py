@@ -7,10 +7,23 @@ from typing import Any, ClassVar
 
 from vitrail.tasks.metrics import Metric, Metrics, MetricSpec
 
-LOSS = MetricSpec("loss", unit="number", lower_is_better=True, key="val_loss")
+LOSS = MetricSpec(
+    "loss",
+    unit="number",
+    lower_is_better=True,
+    key="val_loss",
+    explanation="of the method, on images that were not trained on; only comparable with the same settings",
+)
 KNN = MetricSpec("kNN accuracy", key="val_knn", explanation="20 nearest neighbours in feature space, leave-one-out")
-SPREAD = MetricSpec("spread", unit="number", key="val_spread")
-RANK = MetricSpec("rank", unit="number", key="val_rank")
+SPREAD = MetricSpec(
+    "spread",
+    unit="number",
+    key="val_spread",
+    explanation="how much the features differ between images: near 0 they have collapsed, 1/√width is the most",
+)
+RANK = MetricSpec(
+    "rank", unit="number", key="val_rank", explanation="how many dimensions the features use, from 1 to the width"
+)
 TRAINING_LOSS = LOSS._replace(key="loss")
 
 
@@ -66,6 +79,14 @@ class PretrainingMetrics(Metrics):
         """The numbers as JSON."""
         values = {"loss": self.loss, "knn": self.knn, "rank": self.rank, "spread": self.spread}
         return {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
+
+    @property
+    def lead(self) -> list[str]:
+        """The same in sentences."""
+        loss = f"The loss is {LOSS.show(self.loss)}. " if self.knn is not None else ""
+        watched = f"{loss}The features use about {max(1, round(self.rank)):,} dimensions."
+        labels = "Labels only served to measure this; none was trained on." if self.knn is not None else ""
+        return [sentence for sentence in (labels, watched) if sentence]
 
     @property
     def clauses(self) -> list[str]:
