@@ -9,6 +9,7 @@ between `<!-- drawn: … -->` and `<!-- end -->` is replaced; everything else is
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -22,8 +23,8 @@ from vitrail.metrics.intervals import t_interval
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES, PAGES = ROOT / "studies", ROOT / "docs" / "studies"
-TINY_IMAGENET = 95_950
-"""Training images of Tiny-ImageNet, without the 5% for validation."""
+TINY_CLASSES, TINY_PER_CLASS = 202, 475
+"""Classes of Tiny-ImageNet, and training images of each, without the 5% for validation."""
 POSITIONS: dict[str, tuple[str, float | None]] = {
     "none": ("none", 0.61382),
     "learned-1d": ("learned 1-D", 0.64206),
@@ -67,7 +68,7 @@ def estimate(values: list[float]) -> str:
     return f"{percent(fmean(values))} ({percent(max(0.0, low))}–{percent(min(1.0, high))})"
 
 
-def tested(candidate: dict[str, Any]) -> list[float]:
+def test_accuracies(candidate: dict[str, Any]) -> list[float]:
     """Return the test accuracy of each seed."""
     return [run["test"]["top1"] for run in candidate["seeds"] if run["test"] is not None]
 
@@ -109,15 +110,20 @@ def by_name(sweep: dict[str, Any]) -> dict[str, dict[str, Any]]:
 # ── studies ──
 
 
+def subset_size(fraction: float) -> int:
+    """Return how many images of Tiny-ImageNet `data.fraction` leaves: it is rounded for every class."""
+    return TINY_CLASSES * max(1, math.floor(fraction * TINY_PER_CLASS + 0.5))
+
+
 def data_size() -> Study:
     """Accuracy against the number of training images, for each model."""
     sweep = read("data-size")
     candidates, models = by_name(sweep), {"vit": "ViT", "vit-conv": "ViT, conv stem", "resnet": "ResNet"}
     percents = [1, 3, 10, 30, 100]
-    images = {share: round(share / 100 * TINY_IMAGENET) for share in percents}
+    images = {share: subset_size(share / 100) for share in percents}
     rows, series = [], []
     for colour, (key, title) in enumerate(models.items(), start=1):
-        results = {share: tested(candidates[f"{key}-{share}"]) for share in percents}
+        results = {share: test_accuracies(candidates[f"{key}-{share}"]) for share in percents}
         rows.append([title, *(estimate(results[share]) for share in percents)])
         spans = [t_interval(results[share]) or (fmean(results[share]),) * 2 for share in percents]
         means = [fmean(results[share]) for share in percents]
@@ -145,7 +151,7 @@ def positions() -> Study:
     rows = []
     for one in sweep["candidates"]:
         title, paper = POSITIONS[one["name"]]
-        rows.append([title, estimate(tested(one)), estimate(shuffled[one["name"]]), percent(paper)])
+        rows.append([title, estimate(test_accuracies(one)), estimate(shuffled[one["name"]]), percent(paper)])
     header = ["positions", "test accuracy, %", "patches shuffled, %", "paper, %"]
     rates = list(next(iter(first.values())))
     tried = [[POSITIONS[name][0], *(percent(values[rate]) for rate in rates)] for name, values in first.items()]
@@ -173,14 +179,19 @@ def pooling() -> Study:
     )  # fmt: skip
     rates = [run["values"]["optimizer.lr"] for run in sweep["candidates"][0]["tried"]]
     rows = [
-        [POOLING[one["name"]], estimate(tested(one)), learning_rate(one), *(percent(at(one, rate)) for rate in rates)]
+        [
+            POOLING[one["name"]],
+            estimate(test_accuracies(one)),
+            learning_rate(one),
+            *(percent(accuracy_at(one, rate)) for rate in rates),
+        ]
         for one in sweep["candidates"]
     ]
     header = ["pooling", "test accuracy, %", "learning rate", *(f"val at {rate:g}" for rate in rates)]
     return Study({"table": table(header, rows), "cost": cost(sweep)}, {"pooling.svg": chart})
 
 
-def at(candidate: dict[str, Any], rate: float) -> float | None:
+def accuracy_at(candidate: dict[str, Any], rate: float) -> float | None:
     """Return the validation accuracy at a learning rate; None if the run diverged."""
     for run in candidate["tried"]:
         if run["values"]["optimizer.lr"] == rate:
@@ -229,7 +240,7 @@ def dots(sweep: dict[str, Any], titles: dict[str, str]) -> str:
     """Return a dot chart of the test accuracies."""
     rows = []
     for one in sweep["candidates"]:
-        values = tested(one)
+        values = test_accuracies(one)
         rows.append(DotRow(titles[one["name"]], values, fmean(values), t_interval(values)))
     label = "dots: seeds; line: mean and 95% interval"
     return dot_chart(rows, title="Test accuracy", x_label=label, unit="percent", width=680)

@@ -1,6 +1,7 @@
 """The studies: every sweep is valid, every script runs, and every page has the numbers of its results."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import vitrail
+from vitrail.data.sources.splits import subset_indices
 from vitrail.models.stages import cost
 from vitrail.models.stems import patchify
 from vitrail.training.candidates import Candidate, CandidateFile, CandidateRecipes, read_candidates
@@ -37,7 +39,7 @@ def test_the_candidates_of_a_study_are_valid(name: str) -> None:
     """Also their models, which a recipe checks only when it meets the data."""
     file = read_candidates(ROOT / "studies" / name / "sweep.toml")
     for candidate in file.candidates:
-        assert model_of(file, candidate).classes == 202
+        vitrail.create(model_of(file, candidate))
     assert file.seeds == [0, 1, 2]
 
 
@@ -48,9 +50,33 @@ def model_of(file: CandidateFile, candidate: Candidate) -> vitrail.ViTConfig:
 
 def test_the_models_of_the_data_study_cost_alike() -> None:
     file = read_candidates(ROOT / "studies" / "data-size" / "sweep.toml")
-    named = {candidate.name: candidate for candidate in file.candidates}
-    costs = [cost(model_of(file, named[name])).flops for name in ("vit-100", "vit-conv-100", "resnet-100")]
-    assert max(costs) / min(costs) < 1.05
+    costs = [cost(model_of(file, candidate)).flops for candidate in file.candidates]
+    assert max(costs) / min(costs) < 1.03
+
+
+def test_the_candidates_of_a_model_differ_only_in_their_images() -> None:
+    file = read_candidates(ROOT / "studies" / "data-size" / "sweep.toml")
+    models: dict[str, list[dict[str, object]]] = {}
+    for candidate in file.candidates:
+        other = {key: value for key, value in candidate.settings.items() if key != "data.fraction"}
+        models.setdefault(candidate.name.rpartition("-")[0], []).append({**other, "over": candidate.over})
+    assert {name: len(same) for name, same in models.items()} == {"vit": 5, "vit-conv": 5, "resnet": 5}
+    assert all(settings == same[0] for same in models.values() for settings in same)
+
+
+def test_the_page_on_data_size_has_the_sizes_of_the_subsets() -> None:
+    labels = np.repeat(np.arange(draw.TINY_CLASSES), draw.TINY_PER_CLASS)
+    for percent in (1, 3, 10, 30, 100):
+        images = subset_indices(labels, seed=0, fraction=percent / 100)
+        assert draw.subset_size(percent / 100) == len(images)
+
+
+def test_the_intervals_in_the_results_are_those_of_a_page() -> None:
+    section = (ROOT / "docs" / "results.md").read_text().partition("### Studies")[2].partition("\n### ")[0]
+    pages = "".join(path.read_text() for path in (ROOT / "docs" / "studies").glob("*.md"))
+    intervals = re.findall(r"[\d.]+ \([\d.]+–[\d.]+\)", section)
+    assert len(intervals) > 10
+    assert [text for text in intervals if text not in pages] == []
 
 
 def test_every_page_has_the_numbers_of_its_results() -> None:
@@ -128,4 +154,4 @@ def test_learning_rates_at_the_edge_are_marked() -> None:
     candidate = {"values": {"optimizer.lr": 0.001}, "at_edge": ["optimizer.lr"]}
     assert draw.learning_rate(candidate) == "0.001 (edge)"
     assert draw.learning_rate({**candidate, "at_edge": []}) == "0.001"
-    assert np.isclose(draw.at({"tried": [{"values": {"optimizer.lr": 0.1}, "metrics": {"val_top1": 0.3}}]}, 0.1), 0.3)
+    assert np.isclose(draw.accuracy_at({"tried": [{"values": {"optimizer.lr": 0.1}, "metrics": {"val_top1": 0.3}}]}, 0.1), 0.3)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, get_args
 
 import vitrail
 from vitrail.models.position import Method
+from vitrail.training.run_folder import write_json
 
 SIZES = (24, 32, 48, 64)
 """32 is the size of training: fine-tuning there shows what more training alone gives."""
@@ -62,11 +63,13 @@ def measure(trial: Trial) -> dict[str, Any]:
 def trials(sweep: Path, data: Path, device: str, changes: tuple[str, ...]) -> list[Trial]:
     """Return every combination of a run, a size and a method."""
     listed = []
-    for candidate in json.loads((sweep / "sweep.json").read_text())["candidates"]:
-        learned = candidate["settings"].get("model.position") == "learned_1d"
+    content = json.loads((sweep / "sweep.json").read_text())
+    for candidate in content["candidates"]:
+        settings = {**content["settings"], **candidate["settings"]}
+        learned = settings.get("model.position") == "learned_1d"
         for run in candidate["seeds"]:
             for size in SIZES:
-                for method in get_args(Method) if learned and size != 32 else ("timm",):
+                for method in get_args(Method) if learned and size != settings.get("model.image_size") else ("timm",):
                     name = f"{candidate['name']},size={size},method={method},seed={run['seed']}"
                     listed.append(
                         Trial(
@@ -95,11 +98,15 @@ def main() -> None:
     missing = [trial for trial in planned if tuple(getattr(trial, name) for name in IDENTITY) not in measured]
     missing.sort(key=lambda trial: -trial.size)  # the longest first
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        for future in as_completed([pool.submit(measure, trial) for trial in missing]):
-            rows.append(future.result())
-            print(f"{len(rows)} of {len(planned)}:", rows[-1], flush=True)
-            rows.sort(key=lambda row: tuple(row[name] for name in IDENTITY))
-            file.write_text(json.dumps(rows, indent=1) + "\n")
+        try:
+            for future in as_completed([pool.submit(measure, trial) for trial in missing]):
+                rows.append(future.result())
+                print(f"{len(rows)} of {len(planned)}:", rows[-1], flush=True)
+                rows.sort(key=lambda row: tuple(row[name] for name in IDENTITY))
+                write_json(file, rows)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # else it would measure all others and forget them
+            raise
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ def test_the_spread_over_seeds(tmp_path: Path) -> None:
     assert [spread.values for spread in done.seeds] == [{"optimizer.lr": 0.1}, {"optimizer.lr": 0.2}]
     first = done.seeds[0]
     scores = [done.runs[number].outcome.metrics["val_top1"] for number in (0, 2)]
-    assert (first.runs, first.low, first.high) == (2, min(scores), max(scores))
+    assert (first.runs, first.lowest, first.highest) == (2, min(scores), max(scores))
     assert first.mean == pytest.approx(sum(scores) / 2)
 
 

@@ -50,7 +50,7 @@ def print_sweep(done: "Sweep") -> None:
         which = "".join(f"{key}={format_value(value)}, " for key, value in spread.values.items())
         echo(
             f"{which}{spread.runs} seeds: mean validation {headline.name} {headline.show(spread.mean)}, range "
-            f"{headline.show(spread.low)} to {headline.show(spread.high)}"
+            f"{headline.show(spread.lowest)} to {headline.show(spread.highest)}"
         )
     if done.seeds:
         echo(

@@ -1,14 +1,11 @@
 """The results of a sweep of named candidates, read from the folders of its runs; sweep.json and sweep.svg."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import torch
-
-from vitrail._version import __version__
 from vitrail.charts.dots import DotRow, dot_chart
 from vitrail.errors import CheckpointError
 from vitrail.io import ContentError, read_json
@@ -146,7 +143,7 @@ class CandidateSweep:
     def write(self) -> None:
         """Write sweep.json and sweep.svg."""
         folders = [folder for candidate in self.candidates for folder in candidate.outcomes]
-        devices = {session.device for folder in folders for session in read_sessions(folder)}
+        sessions = [session for folder in folders for session in read_sessions(folder)]
         write_json(
             self.folder / SWEEP,
             {
@@ -154,9 +151,9 @@ class CandidateSweep:
                 "criterion": self.criterion,
                 "seeds": self.seeds,
                 "settings": self.settings,
-                "device": "; ".join(sorted(devices)) or None,
-                "torch": torch.__version__,
-                "vitrail": __version__,
+                "device": _joined(session.device for session in sessions),
+                "torch": _joined(session.torch for session in sessions),
+                "vitrail": _joined(session.vitrail for session in sessions),
                 "seconds": self.seconds,
                 "candidates": [candidate.row(self.folder) for candidate in self.candidates],
             },
@@ -178,6 +175,11 @@ class CandidateSweep:
         title = f"{headline.name.capitalize()} on the {split} split"
         what = "dots: seeds; line: mean and 95% interval" if len(self.seeds) > 1 else "one seed"
         return dot_chart(rows, title=title, x_label=what, unit=headline.unit)
+
+
+def _joined(values: Iterable[str]) -> str | None:
+    """Join the distinct values; None if there are none."""
+    return "; ".join(sorted(set(values))) or None
 
 
 def chosen_text(candidate: CandidateResult) -> str:

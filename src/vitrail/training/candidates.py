@@ -131,7 +131,7 @@ class _Reader:
 
     def _candidate(self, name: str, table: Any, default: dict[str, list[Any]], shared: dict[str, Any]) -> Candidate:
         where = f"candidate.{name}"
-        if not FOLDER_NAME.fullmatch(name):
+        if not FOLDER_NAME.fullmatch(name) or name.startswith("sweep."):  # files of the sweep
             raise self._error(
                 where, f"the name {name!r} cannot be a folder; use letters, digits, '-' and '_', at most 60"
             )

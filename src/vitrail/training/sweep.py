@@ -50,8 +50,8 @@ class Spread(NamedTuple):
     """The settings, without the seed."""
     runs: int
     mean: float
-    low: float
-    high: float
+    lowest: float
+    highest: float
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ class _Processes:
                     if run is None or not worker.has_finished():
                         continue
                     error = worker.finish(run)
-                    if error is None and not worker.failed:
+                    if error is None:
                         yield run
                     elif not received():  # else it was stopped like all others
                         failure = failure or error
@@ -185,7 +185,7 @@ class _Worker:
         """What it is training."""
         self.model: str | None = None
         """What it has compiled last."""
-        self.terminated = self.failed = False
+        self.terminated = False
         self.reports, self.printed = _Output(), _Output()
         own = {
             "OMP_NUM_THREADS": str(threads),
@@ -217,8 +217,7 @@ class _Worker:
 
     def has_finished(self) -> bool:
         """Whether the run has finished, or the process has ended."""
-        self.failed = self.process.poll() is not None
-        return self.failed or self.reports.has_more()
+        return self.process.poll() is not None or self.reports.has_line()
 
     def finish(self, run: PlannedRun) -> VitrailError | None:
         """Return the error of a run, if any; add what it printed to its log."""
@@ -236,8 +235,8 @@ class _Worker:
                 return None
             kind: type[VitrailError] = getattr(errors, content["error"], VitrailError)
             return kind(f"{run.title}: {content['message']}")
-        code = self.process.returncode
-        if code < 0:
+        code = self.process.poll()
+        if code is not None and code < 0:
             name = signal.Signals(-code).name
             return VitrailError(
                 f"the process of {run.title} was killed ({name}); if memory ran out, use a smaller --jobs, and "
@@ -265,9 +264,10 @@ class _Output:
         self.file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self.done = 0
 
-    def has_more(self) -> bool:
-        """Whether the process has written more since the last `read`."""
-        return os.fstat(self.file.fileno()).st_size > self.done
+    def has_line(self) -> bool:
+        """Whether the process has written a whole line since the last `read`."""
+        size = os.fstat(self.file.fileno()).st_size
+        return size > self.done and os.pread(self.file.fileno(), 1, size - 1) == b"\n"
 
     def read(self) -> str:
         """Return what the process has written since the last call."""
