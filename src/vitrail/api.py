@@ -106,6 +106,7 @@ def train(
     pretrained: str | Path | Bundle | None = None,
     overrides: Mapping[str, Any] | None = None,
     keys: str | Path | None = None,
+    teacher: str | Path | Bundle | None = None,
     folder: str | Path | None = None,
     device: str = "auto",
     workers: int | None = None,
@@ -119,14 +120,15 @@ def train(
 
     `recipe` is the name of a built-in recipe, the path of a TOML file, or a `Recipe`. `changes` change its settings,
     such as `["optimizer.lr=3e-4", "epochs=50"]`. `pretrained` is the model to fine-tune; `overrides` and `keys`
-    describe its checkpoint, as in `load`. While you tune settings, pass `evaluate_on="val"` to leave the test split
-    untouched; call `train` again without it to evaluate on the test split and write the report.
+    describe its checkpoint, as in `load`. `teacher` is a classifier of the same classes to learn from, besides the
+    labels; the recipe's table `teacher` says how. While you tune settings, pass `evaluate_on="val"` to leave the test
+    split untouched; call `train` again without it to evaluate on the test split and write the report.
     """
     for argument in unknown:
         raise unknown_setting(train, argument, unknown[argument])
     check_supervised(recipe, changes)
     run = train_run(
-        data, recipe=recipe, changes=changes, pretrained=pretrained, overrides=overrides, keys=keys,
+        data, recipe=recipe, changes=changes, pretrained=pretrained, overrides=overrides, keys=keys, teacher=teacher,
         folder=folder, device=device, workers=workers, quiet=quiet, evaluate_on=evaluate_on,
     )  # fmt: skip
     if evaluate_on != "test" or os.environ.get("RANK", "0") != "0":  # only rank 0 writes the report

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vitrail._version import __version__
 from vitrail.charts.svg import escape
-from vitrail.checkpoints.bundle import WEIGHTS, Bundle
+from vitrail.checkpoints.bundle import TEACHER, WEIGHTS, Bundle
 from vitrail.io import file_digest
 from vitrail.models.stages import cost
 from vitrail.models.variants import variant_name
@@ -139,6 +139,10 @@ def reproduce(run: Record) -> Section:
         source = run.provenance.get("source")
         named = f" ({source})" if source else ""
         body += paragraph(f"MODEL is the pretrained model{named} with the checksum {pretrained}.")
+    if taught_by := run.origin.get("teacher"):
+        teacher = run.provenance.get(TEACHER)
+        named = f" ({teacher.get('name')})" if isinstance(teacher, dict) else ""
+        body += paragraph(f"TEACHER is the teacher{named} with the checksum {taught_by}.")
     body += paragraph(
         "With the same versions, machine and number of threads, the weights are bit-identical; otherwise expect "
         "metrics within the intervals above."
@@ -154,6 +158,8 @@ def command(run: Record) -> str:
     words = ["vitrail", "train", run.data or "DATA", "--recipe", str(run.folder / RECIPE)]
     if run.origin.get("pretrained"):
         words += ["--from", "MODEL"]
+    if run.origin.get("teacher"):
+        words += ["--teacher", "TEACHER"]
     return shlex.join([*words, "--run", f"{run.folder}-again"])
 
 

@@ -34,6 +34,7 @@ from vitrail.training.finetune_init import FinetuneInit
 from vitrail.training.optimizers import Optimizer, Schedule
 from vitrail.training.pretraining.mae import MaeSettings
 from vitrail.training.pretraining.masked_patches import MaskedPatchesSettings
+from vitrail.training.teacher import TeacherSettings
 
 METHODS = ("mae", "masked_patches")
 """The tables of a recipe for pretraining, one per method."""
@@ -147,6 +148,8 @@ class Recipe(Frozen):
     """Fields of `Preprocess`, such as `resize_to`; size and channels follow from the model."""
     pretrained: FinetuneInit | None = None
     """How to adapt the model of --from to the data. A recipe with this table requires --from."""
+    teacher: TeacherSettings | None = None
+    """How to learn from the model of --teacher. A recipe with this table requires --teacher."""
     freeze: Annotated[tuple[str, ...], AsTuple] = ()
     """Patterns of parameters to freeze: "blocks.*"."""
     lora: LoRA = LoRA()
@@ -176,6 +179,10 @@ class Recipe(Frozen):
             )
         if len(methods := [name for name in METHODS if getattr(self, name) is not None]) > 1:
             raise ConfigError(f"the recipe has tables of several methods, {' and '.join(methods)}; keep one")
+        if methods and self.teacher is not None:
+            raise ConfigError(
+                f"[teacher] is for training with labels, and {methods[0]} has none; leave one of them out"
+            )
         criteria = task_named(self.task).criteria
         if self.criterion is not None and self.criterion not in criteria:
             raise ConfigError(
@@ -216,6 +223,17 @@ class Recipe(Frozen):
                 f"lora.rank is {self.lora.rank}, but LoRA freezes the weights, and without --from they are random; "
                 f"pass a pretrained model with --from, or set lora.rank=0"
             )
+
+    def check_teacher(self, teacher: object) -> None:
+        """Raise if this recipe needs a teacher and none is given, or the other way round."""
+        if teacher is None and self.teacher is not None:
+            raise ConfigError(
+                "this recipe has settings for a teacher ([teacher]); pass one with --teacher, or drop them"
+            )
+        if teacher is not None and self.method is not None:
+            raise ConfigError(f"{self.method} pretrains without a teacher; leave out --teacher")
+        if teacher is not None and self.task != CLASSIFICATION.name:
+            raise ConfigError(f"the task {self.task} cannot learn from a teacher; leave out --teacher")
 
     def resolved_criterion(self) -> str:
         """Return the criterion, or its default given the class weights. Pretraining validates its loss."""
