@@ -361,9 +361,9 @@ def pretraining_recipe(method: str, recipe: str | Path | Recipe | None, changes:
     return chosen
 
 
-def check_supervised(recipe: str | Path | Recipe | None, changes: Sequence[str]) -> None:
+def check_supervised(recipe: str | Path | Recipe, changes: Sequence[str]) -> None:
     """Raise for a recipe that pretrains without labels."""
-    if recipe is not None and (method := read_recipe(recipe, changes).method) is not None:
+    if (method := read_recipe(recipe, changes).method) is not None:
         raise ConfigError(f"the recipe pretrains without labels ({method}); use vitrail pretrain")
 
 
