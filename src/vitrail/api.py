@@ -143,6 +143,7 @@ def pretrain(
     images: str | Path,
     *,
     method: str = "mae",
+    teacher: str | Path | Bundle | None = None,
     recipe: str | Path | Recipe | None = None,
     changes: Sequence[str] = (),
     folder: str | Path | None = None,
@@ -153,15 +154,16 @@ def pretrain(
 ) -> Run:
     """Pretrain a model on images without labels; the result is a bundle without a head, to fine-tune with `train`.
 
-    `method` is "mae", a masked autoencoder, or "masked-patches", the ViT paper's own. `recipe` replaces the recipe of
-    that name by a TOML file or a `Recipe`; `changes` change its settings. Labels are ignored, except that with them the
-    kNN accuracy of the features is reported. The same call resumes an interrupted run.
+    `method` is "mae", a masked autoencoder, "masked-patches", the ViT paper's own, or "distill", which learns the
+    features of a `teacher`. `recipe` replaces the recipe of that name by a TOML file or a `Recipe`; `changes` change
+    its settings. Labels are ignored, except that with them the kNN accuracy of the features is reported. The same call
+    resumes an interrupted run.
     """
     for argument in unknown:
         raise unknown_setting(pretrain, argument, unknown[argument])
     return train_run(
-        images, recipe=pretraining_recipe(method, recipe, changes), folder=folder, device=device, workers=workers,
-        quiet=quiet,
+        images, recipe=pretraining_recipe(method, recipe, changes), teacher=teacher, folder=folder, device=device,
+        workers=workers, quiet=quiet,
     )  # fmt: skip
 
 

@@ -342,12 +342,12 @@ def test_a_sweep_in_several_processes(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_student_learns_digits_from_a_teacher_alone(tmp_path: Path) -> None:
     """Without any weight on the labels, a small student becomes a good classifier."""
-    teacher = vitrail.train("digits", changes=["epochs=20"], folder=tmp_path / "teacher", device="cpu", quiet=True)
+    teacher = vitrail.train("digits", changes=["epochs=10"], folder=tmp_path / "teacher", device="cpu", quiet=True)
     student = vitrail.train(
-        "digits", teacher=teacher.bundle, changes=["epochs=20", "model.depth=2", "teacher.weight=1"],
+        "digits", teacher=teacher.bundle, changes=["epochs=10", "model.depth=2", "teacher.weight=1"],
         folder=tmp_path / "student", device="cpu", quiet=True,
     )  # fmt: skip
-    assert student.metrics.top1 > 0.95  # type: ignore[attr-defined]
+    assert student.metrics.top1 > 0.9  # type: ignore[attr-defined]
 
 
 def words(folder: Path, run: Path, *changes: str) -> list[str]:

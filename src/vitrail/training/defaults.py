@@ -54,7 +54,7 @@ def resolve_defaults(
     """Resolve every field that a recipe leaves unset."""
     recipe.check_teacher(teacher)
     if recipe.method is not None:
-        return resolve_pretraining(recipe, facts, pretrained)
+        return resolve_pretraining(recipe, facts, pretrained, teacher)
     defaults: list[ResolvedDefault] = []
     task = task_named(recipe.task)
     if faults := task.check(recipe.objective, recipe.mixing, balance=recipe.data.balance):

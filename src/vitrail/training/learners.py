@@ -7,6 +7,7 @@ from vitrail.runtime import Precision
 from vitrail.training.distillation import Distillation
 from vitrail.training.learner import Learner, ShownMetrics
 from vitrail.training.plan import TrainingPlan
+from vitrail.training.pretraining.feature_learner import FeatureDistillation
 from vitrail.training.pretraining.learner import Pretraining
 from vitrail.training.pretraining.metrics import PretrainingShown
 from vitrail.training.supervised import Supervised
@@ -19,6 +20,9 @@ def learner_of(
 
     Without the training images it has no class weights and no teacher, and suits a forecast only.
     """
+    if plan.recipe.distill is not None:
+        labelled = len(plan.classes) > 1
+        return FeatureDistillation.of(plan, device, precision, labelled=labelled, forecast=train is None)
     if plan.recipe.method is not None:
         return Pretraining(plan, labelled=len(plan.classes) > 1)
     if train is None:

@@ -32,11 +32,12 @@ from vitrail.tasks.task import CLASS_SETTINGS
 from vitrail.training.averaging import Averaging
 from vitrail.training.finetune_init import FinetuneInit
 from vitrail.training.optimizers import Optimizer, Schedule
+from vitrail.training.pretraining.distill import DistillSettings
 from vitrail.training.pretraining.mae import MaeSettings
 from vitrail.training.pretraining.masked_patches import MaskedPatchesSettings
 from vitrail.training.teacher import TeacherSettings
 
-METHODS = ("mae", "masked_patches")
+METHODS = ("mae", "masked_patches", "distill")
 """The tables of a recipe for pretraining, one per method."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 _MODEL_HAS = {"size": "image_size", "channels": "channels"}
@@ -164,6 +165,8 @@ class Recipe(Frozen):
     """Pretrain a masked autoencoder, without labels; `vitrail pretrain`."""
     masked_patches: MaskedPatchesSettings | None = None
     """Pretrain by masked patch prediction, without labels; `vitrail pretrain --method masked-patches`."""
+    distill: DistillSettings | None = None
+    """Learn the features of a teacher, without labels; `vitrail pretrain --method distill --teacher MODEL`."""
 
     @property
     def method(self) -> str | None:
@@ -230,8 +233,10 @@ class Recipe(Frozen):
             raise ConfigError(
                 "this recipe has settings for a teacher ([teacher]); pass one with --teacher, or drop them"
             )
-        if teacher is not None and self.method is not None:
-            raise ConfigError(f"{self.method} pretrains without a teacher; leave out --teacher")
+        if teacher is None and self.distill is not None:
+            raise ConfigError("distill learns the features of a teacher; pass one with --teacher")
+        if teacher is not None and self.method not in (None, "distill"):
+            raise ConfigError(f"{self.method} learns without --teacher; leave it out, or use --method distill")
         if teacher is not None and self.task != CLASSIFICATION.name:
             raise ConfigError(f"the task {self.task} cannot learn from a teacher; leave out --teacher")
 

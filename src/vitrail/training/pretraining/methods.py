@@ -7,6 +7,7 @@ from torch import nn
 
 from vitrail.models.vit import ViT
 from vitrail.training.plan import TrainingPlan
+from vitrail.training.pretraining.distill import DistillSettings, FeatureStudent
 from vitrail.training.pretraining.mae import MaeSettings, MaskedAutoencoder
 from vitrail.training.pretraining.masked_patches import MaskedPatchesSettings, MaskedPatchPrediction
 
@@ -29,4 +30,9 @@ def _masked_patches(model: ViT, plan: TrainingPlan) -> nn.Module:
     return MaskedPatchPrediction(model, settings, plan.preprocess.mean, plan.preprocess.std)
 
 
-METHODS = {"mae": Method(_mae), "masked_patches": Method(_masked_patches, (3,))}
+def _distill(model: ViT, plan: TrainingPlan) -> nn.Module:
+    assert plan.teacher is not None, "the recipe has been checked"
+    return FeatureStudent(model, plan.recipe.distill or DistillSettings(), plan.teacher.bundle.model.config)
+
+
+METHODS = {"mae": Method(_mae), "masked_patches": Method(_masked_patches, (3,)), "distill": Method(_distill)}
