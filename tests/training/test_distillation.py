@@ -277,6 +277,24 @@ def test_resumed_exactly(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
 
 
+@pytest.mark.slow
+def test_reports_name_the_teacher(folder: Path, tmp_path: Path) -> None:
+    short = [*SMALL, "steps=2", "evaluations=1"]
+    runs = {
+        name: vitrail.train(
+            "digits", teacher=teacher, changes=short, folder=tmp_path / name, device="cpu", workers=0, quiet=True
+        )
+        for name, teacher in {"taught": folder, "alone": None}.items()
+    }
+    digest = Teacher(teacher_bundle(), "").digest
+    page = (runs["taught"].folder / "report.html").read_text(encoding="utf-8")
+    assert "--teacher TEACHER" in page
+    assert f"TEACHER is the teacher ({folder}) with the checksum {digest}." in page
+    assert "TEACHER" not in (runs["alone"].folder / "report.html").read_text(encoding="utf-8")
+    both = vitrail.report(runs["taught"].folder, runs["alone"].folder).read_text(encoding="utf-8")
+    assert f"{folder} ({digest[:8]})" in both
+
+
 def test_another_teacher_is_refused(straight: tuple[str, vitrail.Run]) -> None:
     targets, run = straight
     other = teacher_bundle()

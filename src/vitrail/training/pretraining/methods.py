@@ -1,7 +1,7 @@
 """The pretraining methods by name: the module of each, and the noise that it needs."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import nn
 
@@ -10,6 +10,7 @@ from vitrail.training.plan import TrainingPlan
 from vitrail.training.pretraining.distill import DistillSettings, FeatureStudent
 from vitrail.training.pretraining.mae import MaeSettings, MaskedAutoencoder
 from vitrail.training.pretraining.masked_patches import MaskedPatchesSettings, MaskedPatchPrediction
+from vitrail.training.teacher import Teacher
 
 
 class Method(NamedTuple):
@@ -31,8 +32,8 @@ def _masked_patches(model: ViT, plan: TrainingPlan) -> nn.Module:
 
 
 def _distill(model: ViT, plan: TrainingPlan) -> nn.Module:
-    assert plan.teacher is not None, "the recipe has been checked"
-    return FeatureStudent(model, plan.recipe.distill or DistillSettings(), plan.teacher.bundle.model.config)
+    teacher = cast("Teacher", plan.teacher)  # `Recipe.check_teacher` has refused a plan without one
+    return FeatureStudent(model, plan.recipe.distill or DistillSettings(), teacher.bundle.model.config)
 
 
 METHODS = {"mae": Method(_mae), "masked_patches": Method(_masked_patches, (3,)), "distill": Method(_distill)}
