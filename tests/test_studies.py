@@ -154,4 +154,6 @@ def test_learning_rates_at_the_edge_are_marked() -> None:
     candidate = {"values": {"optimizer.lr": 0.001}, "at_edge": ["optimizer.lr"]}
     assert draw.learning_rate(candidate) == "0.001 (edge)"
     assert draw.learning_rate({**candidate, "at_edge": []}) == "0.001"
-    assert np.isclose(draw.accuracy_at({"tried": [{"values": {"optimizer.lr": 0.1}, "metrics": {"val_top1": 0.3}}]}, 0.1), 0.3)
+    assert np.isclose(
+        draw.accuracy_at({"tried": [{"values": {"optimizer.lr": 0.1}, "metrics": {"val_top1": 0.3}}]}, 0.1), 0.3
+    )

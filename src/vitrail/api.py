@@ -42,7 +42,7 @@ from vitrail.tasks.metrics import Metrics
 from vitrail.tasks.task import Prediction
 from vitrail.text import printable, printable_path
 from vitrail.training.candidate_results import CandidateSweep
-from vitrail.training.recipe import Recipe, check_supervised, pretraining_recipe, unknown_setting
+from vitrail.training.recipe import Recipe, check_supervised, default_recipe, pretraining_recipe, unknown_setting
 from vitrail.training.sweep import Sweep, sweep
 from vitrail.training.train import Run
 from vitrail.training.train import train as train_run
@@ -106,6 +106,7 @@ def train(
     pretrained: str | Path | Bundle | None = None,
     overrides: Mapping[str, Any] | None = None,
     keys: str | Path | None = None,
+    teacher: str | Path | Bundle | None = None,
     folder: str | Path | None = None,
     device: str = "auto",
     workers: int | None = None,
@@ -119,14 +120,15 @@ def train(
 
     `recipe` is the name of a built-in recipe, the path of a TOML file, or a `Recipe`. `changes` change its settings,
     such as `["optimizer.lr=3e-4", "epochs=50"]`. `pretrained` is the model to fine-tune; `overrides` and `keys`
-    describe its checkpoint, as in `load`. While you tune settings, pass `evaluate_on="val"` to leave the test split
-    untouched; call `train` again without it to evaluate on the test split and write the report.
+    describe its checkpoint, as in `load`. `teacher` is a classifier of the same classes to learn from, besides the
+    labels; the recipe's table `teacher` says how. While you tune settings, pass `evaluate_on="val"` to leave the test
+    split untouched; call `train` again without it to evaluate on the test split and write the report.
     """
     for argument in unknown:
         raise unknown_setting(train, argument, unknown[argument])
-    check_supervised(recipe, changes)
+    check_supervised(recipe or default_recipe(pretrained), changes)
     run = train_run(
-        data, recipe=recipe, changes=changes, pretrained=pretrained, overrides=overrides, keys=keys,
+        data, recipe=recipe, changes=changes, pretrained=pretrained, overrides=overrides, keys=keys, teacher=teacher,
         folder=folder, device=device, workers=workers, quiet=quiet, evaluate_on=evaluate_on,
     )  # fmt: skip
     if evaluate_on != "test" or os.environ.get("RANK", "0") != "0":  # only rank 0 writes the report
@@ -146,6 +148,7 @@ def pretrain(
     images: str | Path,
     *,
     method: str = "mae",
+    teacher: str | Path | Bundle | None = None,
     recipe: str | Path | Recipe | None = None,
     changes: Sequence[str] = (),
     folder: str | Path | None = None,
@@ -156,15 +159,16 @@ def pretrain(
 ) -> Run:
     """Pretrain a model on images without labels; the result is a bundle without a head, to fine-tune with `train`.
 
-    `method` is "mae", a masked autoencoder, or "masked-patches", the ViT paper's own. `recipe` replaces the recipe of
-    that name by a TOML file or a `Recipe`; `changes` change its settings. Labels are ignored, except that with them the
-    kNN accuracy of the features is reported. The same call resumes an interrupted run. A report is written at the end.
+    `method` is "mae", a masked autoencoder, "masked-patches", the ViT paper's own, or "distill", which learns the
+    features of a `teacher`. `recipe` replaces the recipe of that name by a TOML file or a `Recipe`; `changes` change
+    its settings. Labels are ignored, except that with them the kNN accuracy of the features is reported. The same call
+    resumes an interrupted run. A report is written at the end.
     """
     for argument in unknown:
         raise unknown_setting(pretrain, argument, unknown[argument])
     run = train_run(
-        images, recipe=pretraining_recipe(method, recipe, changes), folder=folder, device=device, workers=workers,
-        quiet=quiet,
+        images, recipe=pretraining_recipe(method, recipe, changes), teacher=teacher, folder=folder, device=device,
+        workers=workers, quiet=quiet,
     )  # fmt: skip
     return run if os.environ.get("RANK", "0") != "0" else _with_report(run, quiet=quiet)
 

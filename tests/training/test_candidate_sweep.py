@@ -27,6 +27,7 @@ from vitrail.training.candidate_results import CandidateSweep
 from vitrail.training.recipe import Recipe
 from vitrail.training.sweep_pool import _Processes
 from vitrail.training.sweep_run import PlannedRun, SweepTraining
+from vitrail.training.sweep_worker import SavedModels
 
 SHARED = {
     "steps": 10, "batch": 32, "evaluations": 2, "model": {"width": 16, "depth": 1, "heads": 1, "patch_size": 4},
@@ -361,8 +362,8 @@ def test_processes_share_the_cores() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     try:
-        pool = _Processes(SweepTraining("digits", None, "cpu", None, quiet=True), 2, None)
-        assert (pool.threads, _Processes(pool.training, 8, None).threads) == (2, 1)
+        pool = _Processes(SweepTraining("digits", None, "cpu", None, quiet=True), 2, SavedModels())
+        assert (pool.threads, _Processes(pool.training, 8, SavedModels()).threads) == (2, 1)
     finally:
         torch.set_num_threads(before)
 
@@ -394,7 +395,7 @@ def planned(model: dict[str, Any], *, compiled: bool = True) -> PlannedRun:
 
 
 def test_a_process_prefers_runs_of_the_model_it_has_compiled() -> None:
-    pool = _Processes(SweepTraining("digits", None, "cpu", None, quiet=True), 2, None)
+    pool = _Processes(SweepTraining("digits", None, "cpu", None, quiet=True), 2, SavedModels())
     small, large = planned({"depth": 1}), planned({"depth": 2})
     assert pool._suitable([small, small, large], None) == 0
     pool.workers = [SimpleNamespace(model=small.compiled_model)]  # type: ignore[list-item]

@@ -21,11 +21,13 @@ from vitrail.training.defaults import resolve_defaults
 from vitrail.training.optimizers import learning_rate
 from vitrail.training.plan import DataFacts, TrainingPlan
 from vitrail.training.recipe import Recipe, preset_names, read_recipe, write_toml
+from vitrail.training.teacher import Teacher
 from vitrail.training.train import train
 
 IMAGENET = DataFacts(1_281_167, tuple(f"class {number}" for number in range(1000)), 375, False)
 PETS = DataFacts(3_312, tuple(f"breed {number}" for number in range(37)), 333, False)
 WITH_START = {"finetune", "finetune-paper", "linear-probe", "lora"}
+WITH_TEACHER = {"distill"}
 
 
 def old_model(**options: Any) -> Bundle:
@@ -33,9 +35,15 @@ def old_model(**options: Any) -> Bundle:
     return Bundle(ViT(ViTConfig(**fields)), Preprocess())
 
 
-def planned(name: str, *changes: str) -> TrainingPlan:
-    pretrained = old_model() if name in WITH_START else None
-    return resolve_defaults(read_recipe(name, changes), IMAGENET if name not in WITH_START else PETS, pretrained)
+TEACHER = Teacher(old_model(), "teacher")
+
+
+def planned(name: str | Path, *changes: str, like: str | None = None, facts: DataFacts | None = None) -> TrainingPlan:
+    """Return the plan of a recipe, with what the recipe called `like` needs."""
+    like = like or str(name)
+    facts = facts or (PETS if like in WITH_START else IMAGENET)
+    pretrained, teacher = old_model() if like in WITH_START else None, TEACHER if like in WITH_TEACHER else None
+    return resolve_defaults(read_recipe(name, changes), facts, pretrained, teacher)
 
 
 def text_of(name: str) -> str:
@@ -66,6 +74,7 @@ def test_the_header_has_command_cost_and_result(name: str) -> None:
     assert command is not None
     assert command[1].startswith("vitrail pretrain") is (name in METHODS)
     assert (" --from" in command[1].partition("(")[0]) is (name in WITH_START)
+    assert (" --teacher" in command[1]) is (name in WITH_TEACHER)
     named = f"--recipe {name}" in command[1] or f"--method {name}" in command[1]
     assert named or name in ("scratch-small", "finetune", "mae")
     for part in ("Cost", "Expected"):
@@ -77,7 +86,7 @@ def test_the_header_has_command_cost_and_result(name: str) -> None:
 def test_every_change_in_the_header_is_valid(name: str) -> None:
     large = IMAGENET._replace(images=14_000_000)
     for line in header_of(name).splitlines():
-        plan = resolve_defaults(read_recipe(name, changes_in(line)), large, old_model() if name in WITH_START else None)
+        plan = planned(name, *changes_in(line), facts=large)
         for path, text in dict(change.split("=") for change in changes_in(line)).items():
             if path not in ("model.name", "model.image_size"):
                 number = re.fullmatch(r"-?[0-9].*", text)
@@ -93,8 +102,7 @@ def test_a_plan_is_complete_and_reproducible(name: str, tmp_path: Path) -> None:
     assert (settled.epochs is None) is (settled.steps is not None)
     assert (settled.pretrained is not None) is (name in WITH_START)
     (tmp_path / "again.toml").write_text(write_toml(settled))
-    again = resolve_defaults(read_recipe(tmp_path / "again.toml"), PETS if name in WITH_START else IMAGENET, None if
-                   name not in WITH_START else old_model())  # fmt: skip
+    again = planned(tmp_path / "again.toml", like=name)
     assert again._replace(defaults=[]) == plan._replace(defaults=[])
 
 

@@ -267,10 +267,12 @@ def plan_training(
     adapters: bool = False,
     alone: bool = True,
     pretraining: bool = False,
+    two_heads: bool = False,
 ) -> ExecutionPlan:
     """Plan training; `alone`: one rank.
 
-    `adapters`: the model has LoRA adapters; `pretraining`: without labels, where the module is more than the model.
+    `adapters`: the model has LoRA adapters; `pretraining`: without labels, where the module is more than the model;
+    `two_heads`: the heads of class and distillation token learn different targets.
     """
     if not compiled:
         low = {"float32": _why_not_low(hardware), "bf16": _why_slow(hardware), "fp16": ""}
@@ -286,6 +288,7 @@ def plan_training(
         # torch 2.11 cannot split a custom backward pass, as DDP's gradient buckets need.
         (not alone, "the fused path runs on one rank"),
         (pretraining, "the fused path does not support pretraining"),
+        (two_heads, "the fused path does not separate the heads of class and distillation token"),
         (gradient_checkpointing and not can_checkpoint(), "torch before 2.12 cannot checkpoint the fused path"),
     ) or _why_not_fused(hardware, lacks)
     if reason:

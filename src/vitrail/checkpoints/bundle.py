@@ -37,6 +37,8 @@ TAGS = {CLASSIFICATION: ("image-classification",)}
 `tasks` cannot have this table, because it is a higher layer."""
 METRICS = "metrics"
 """The key in the provenance for the model's metrics, as shown in the model card."""
+TEACHER = "teacher"
+"""The key in the provenance for the name and digest of the model's teacher."""
 
 
 @dataclass
@@ -83,6 +85,12 @@ class Bundle:
                 *map(str, self.provenance.get("adapted") or []),
             ]
         )
+
+    @property
+    def taught_by(self) -> str | None:
+        """The name and digest of the model that it learned from; None without a teacher."""
+        teacher = self.provenance.get(TEACHER)
+        return f"{teacher.get('name')} ({teacher.get('digest')})" if isinstance(teacher, Mapping) else None
 
     def in_dtype(self, dtype: Dtype) -> "Bundle":
         """Return the bundle in another dtype, or itself if it has that dtype."""
@@ -151,7 +159,8 @@ class Bundle:
             f"- {'Classes' if self.task == CLASSIFICATION else 'Outputs'}: {_names(self.classes, config.classes)}",
             f"- Preprocessing: {self.preprocess.resize} to {height}×{width}, {self.preprocess.interpolation}, mean "
             f"{list(self.preprocess.mean)}, std {list(self.preprocess.std)}",
-            *(f"- {key}: {value}" for key, value in self.provenance.items() if key != METRICS),
+            *(f"- {key}: {value}" for key, value in self.provenance.items() if key not in (METRICS, TEACHER)),
+            *([f"- Teacher: {taught_by}"] if (taught_by := self.taught_by) else []),
             *_metrics(self.provenance.get(METRICS)),
         ]
         return "\n".join(lines) + "\n"

@@ -48,6 +48,7 @@ def inspect(
     encoder = f"{config.norm_order}-norm, {config.activation}, LayerNorm eps {config.norm_eps:g}"
     rows = [
         ("from", ", ".join(f"{value}" for key, value in bundle.provenance.items() if key in ("family", "source"))),
+        *([("teacher", bundle.taught_by)] if bundle.taught_by else []),
         ("variant", inspection.variant or "none of the named sizes"),
         ("size", f"{parameters:,} parameters: {config.encoder_text}"),
         ("images", f"{_by(config.image_size)}, {config.channels} channels, patches of {_by(config.patch_size)}"),

@@ -9,7 +9,7 @@ import typer
 import vitrail
 from vitrail.cli.output import echo, on_one_stream
 
-METHODS = ("mae", "masked-patches")
+METHODS = ("mae", "masked-patches", "distill")
 """The methods, listed here because importing them would slow down `--help`."""
 
 
@@ -18,6 +18,12 @@ def pretrain(
         str, typer.Argument(help="The images: a folder (with or without subfolders), tar shards or Parquet files.")
     ],
     method: Annotated[str, typer.Option(help=f"Method: {', '.join(METHODS)}.")] = METHODS[0],
+    teacher: Annotated[
+        str | None,
+        typer.Option(
+            help="Model whose features are learned, for --method distill: anything that vitrail inspect opens."
+        ),
+    ] = None,
     recipe: Annotated[
         str | None, typer.Option(help="Recipe: a TOML file with the table of a method, instead of the built-in one.")
     ] = None,
@@ -40,8 +46,9 @@ def pretrain(
     is_main = os.environ.get("RANK", "0") == "0"  # set by torchrun
     try:
         done = vitrail.pretrain(
-            images, method=method, recipe=recipe, changes=changes or (), folder=run, device=device, workers=workers
-        )
+            images, method=method, teacher=teacher, recipe=recipe, changes=changes or (), folder=run, device=device,
+            workers=workers,
+        )  # fmt: skip
     except Stopped as stopped:
         if is_main:
             echo("stopped; the run is saved, rerun the same command to resume it", err=True)

@@ -43,6 +43,10 @@ def train(
     pretrained: Annotated[
         str | None, typer.Option("--from", help="Pretrained model to fine-tune: anything that vitrail inspect opens.")
     ] = None,
+    teacher: Annotated[
+        str | None,
+        typer.Option(help="Classifier of the same classes to learn from, besides the labels: a model, as for --from."),
+    ] = None,
     override: Overrides = None,
     keys: Keys = None,
     run: Annotated[
@@ -80,6 +84,7 @@ def train(
         "pretrained": pretrained,
         "overrides": read_overrides(override),
         "keys": keys,
+        "teacher": teacher,
         "folder": run,
         "device": device,
         "workers": workers,

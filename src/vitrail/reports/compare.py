@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from vitrail.charts.svg import escape
+from vitrail.checkpoints.bundle import TEACHER
 from vitrail.metrics.intervals import Paired
 from vitrail.reports.curves import curves_of_two
 from vitrail.reports.model import command
@@ -206,6 +207,8 @@ def _settings(one: Record, other: Record, names: tuple[str, str]) -> Section:
     if one.origin.get("pretrained") != other.origin.get("pretrained"):
         initial = [Cell(escape(_initialisation(run))) for run in (one, other)]
         rows.insert(0, [Cell("initialisation"), *initial])
+    if one.origin.get("teacher") != other.origin.get("teacher"):
+        rows.insert(0, [Cell("teacher"), *(Cell(escape(_teacher(run))) for run in (one, other))])
     if not rows:
         return Section(
             "settings", "Settings", title, paragraph("None: both runs have the same recipe and the same data.")
@@ -217,6 +220,12 @@ def _settings(one: Record, other: Record, names: tuple[str, str]) -> Section:
 def _initialisation(run: Record) -> str:
     pretrained = str(run.origin.get("pretrained", ""))
     return f"{run.provenance.get('source', 'a model')} ({pretrained[:8]})" if pretrained else "from scratch"
+
+
+def _teacher(run: Record) -> str:
+    digest, teacher = str(run.origin.get("teacher") or ""), run.provenance.get(TEACHER)
+    name = teacher.get("name") if isinstance(teacher, dict) else "a model"
+    return f"{name} ({digest[:8]})" if digest else "none"
 
 
 def _setting(settings: dict[str, object], name: str) -> Cell:

@@ -6,7 +6,7 @@ import shlex
 
 from vitrail._version import __version__
 from vitrail.charts.svg import escape
-from vitrail.checkpoints.bundle import WEIGHTS, Bundle
+from vitrail.checkpoints.bundle import TEACHER, WEIGHTS, Bundle
 from vitrail.io import file_digest
 from vitrail.models.stages import cost
 from vitrail.models.variants import variant_name
@@ -138,6 +138,10 @@ def reproduce(run: Record) -> Section:
         source = run.provenance.get("source")
         named = f" ({source})" if source else ""
         body += paragraph(f"MODEL is the pretrained model{named} with the checksum {pretrained}.")
+    if taught_by := run.origin.get("teacher"):
+        teacher = run.provenance.get(TEACHER)
+        named = f" ({teacher.get('name')})" if isinstance(teacher, dict) else ""
+        body += paragraph(f"TEACHER is the teacher{named} with the checksum {taught_by}.")
     expect = "metrics within the intervals above" if run.method is None else "slightly different metrics"
     body += paragraph(
         "With the same versions, machine and number of threads, the weights are bit-identical; otherwise expect "
@@ -160,6 +164,8 @@ def command(run: Record) -> str:
     ]
     if run.origin.get("pretrained"):
         words += ["--from", "MODEL"]
+    if run.origin.get("teacher"):
+        words += ["--teacher", "TEACHER"]
     return shlex.join([*words, "--run", f"{run.folder}-again"])
 
 

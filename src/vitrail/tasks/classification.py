@@ -281,7 +281,7 @@ def loss_note(recipe: Mapping[str, Any]) -> LossNote:
     listed = f"{', '.join(added[:-1])} and {added[-1]}" if len(added) > 1 else added[0]
     text = f"The training loss includes {listed}; the validation loss does not, so the two are not comparable."
     smoothing, classes = float(objective.get("label_smoothing", 0) or 0), (recipe.get("model") or {}).get("classes", 0)
-    if smoothing and classes > 1 and "class weights" not in added:
+    if smoothing and classes > 1 and not {"class weights", "the teacher's targets"} & set(added):
         lowest = smoothed_entropy(smoothing, classes)
         text += f" With this smoothing and {classes} classes, training cannot fall below {lowest:.2f}."
     return LossNote(

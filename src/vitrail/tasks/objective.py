@@ -102,4 +102,5 @@ def only_in_training(recipe: Mapping[str, Any]) -> list[str]:
         *([f"label smoothing ({smoothing:g})"] if smoothing else []),
         *(mixed if mixing.get("chance", 1) else []),
         *(["class weights"] if objective.get("class_weights", "none") != "none" else []),
+        *(["the teacher's targets"] if recipe.get("teacher") else []),
     ]

@@ -156,8 +156,8 @@ def fit_batch_to_memory(job: Job, folder: Path, images: int, limit: MemoryLimit)
 def within_memory(job: Job, folder: Path, note: Callable[[str], None]) -> Iterator[None]:
     """Report the memory forecast of the training inside; if memory runs out, raise and suggest what would fit."""
     estimate = forecast(job)
-    # The model and its average are already allocated; only on a GPU can torch report them.
-    limit = memory_limit(job.device, held=estimate.weights + estimate.average)
+    # The model, its average and the teacher are already allocated; only on a GPU can torch report them.
+    limit = memory_limit(job.device, held=estimate.weights + estimate.average + estimate.teacher)
     note(forecast_line(estimate, limit))
     if estimate.total > HOPELESS * limit.free:
         raise ConfigError(_out_of_memory(job, estimate, limit))
@@ -188,6 +188,7 @@ def forecast_line(estimate: Forecast, limit: MemoryLimit) -> str:
         "gradients": estimate.gradients,
         "optimizer": estimate.optimizer,
         "average": estimate.average,
+        "teacher": estimate.teacher,
         "images on the device": estimate.resident,
         "activations": estimate.in_flight,
     }

@@ -104,7 +104,7 @@ def sweep_candidates(
     folder: str | Path | None,
 ) -> CandidateSweep:
     """Train the candidates (those named in `only`, or all); see `sweep`. `device` is the type of the device."""
-    planner = TrialPlanner(training.data, training.pretrained, device)
+    planner = TrialPlanner(training.data, training.pretrained, device, training.teacher)
     seeds, combinations = _plan(recipes, planner)
     all_trials = [trial for found in combinations.values() for one in found for trial in one.trials]
     place = Path(folder) if folder is not None else sweep_folder(all_trials, training)

@@ -222,11 +222,13 @@ class CandidateRecipes:
                         candidate.table, f"{twice} is set, but --set sets {key}; leave one of them out"
                     )
 
-    def check(self, pretrained: object) -> None:
-        """Raise if a recipe is invalid, or needs a pretrained model, before the pretrained model is opened."""
+    def check(self, pretrained: object, teacher: object = None) -> None:
+        """Raise if a recipe is invalid, or needs a pretrained model or a teacher, before they are opened."""
         for candidate in self.file.candidates:
             for values in candidate.combinations():
-                self.recipe(candidate, values).check_pretrained(pretrained)
+                recipe = self.recipe(candidate, values)
+                recipe.check_pretrained(pretrained)
+                recipe.check_teacher(teacher)
 
     @property
     def shared(self) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from vitrail.training.plan import (
 )
 from vitrail.training.pretraining.defaults import resolve_pretraining
 from vitrail.training.recipe import Recipe
+from vitrail.training.teacher import Teacher, TeacherSettings, check_channels, class_columns
 
 FEW_PHOTOS = 2_000
 """With fewer photos, two blocks learn as much as four in three quarters of the time, at half the learning rate; on a
@@ -47,17 +48,25 @@ LORA_LR = 1e-3
 2405.09673)."""
 
 
-def resolve_defaults(recipe: Recipe, facts: DataFacts, pretrained: Bundle | None) -> TrainingPlan:
+def resolve_defaults(
+    recipe: Recipe, facts: DataFacts, pretrained: Bundle | None, teacher: Teacher | None = None
+) -> TrainingPlan:
     """Resolve every field that a recipe leaves unset."""
+    recipe.check_teacher(teacher)
     if recipe.method is not None:
-        return resolve_pretraining(recipe, facts, pretrained)
+        return resolve_pretraining(recipe, facts, pretrained, teacher)
     defaults: list[ResolvedDefault] = []
     task = task_named(recipe.task)
     if faults := task.check(recipe.objective, recipe.mixing, balance=recipe.data.balance):
         raise ConfigError("; ".join(faults))
     if pretrained is not None:
         recipe = recipe.replace(pretrained=for_task(pretrained, recipe.pretrained, task.name))
+    if teacher is not None:
+        class_columns(teacher, facts.classes)  # raises for other classes, before anything is written
+        recipe = recipe.replace(teacher=recipe.teacher or TeacherSettings())
     model = _model(recipe, facts, pretrained, defaults)
+    if teacher is not None:
+        check_channels(teacher, model.channels)
     check_lora(recipe.lora, model)
     if fault := per_token(model):
         raise ConfigError(fault)
@@ -83,7 +92,7 @@ def resolve_defaults(recipe: Recipe, facts: DataFacts, pretrained: Bundle | None
     steps = steps_of(resolved, facts.images, batch)
     learning_rate(resolved.schedule, 0, steps, lr)  # raises if the schedule does not fit, before anything is written
     return TrainingPlan(
-        resolved, model, preprocess, facts.classes, batch, steps, lr, augmentation, mixing, defaults
+        resolved, model, preprocess, facts.classes, batch, steps, lr, augmentation, mixing, defaults, teacher
     )  # fmt: skip
 
 
@@ -119,14 +128,26 @@ def _model(recipe: Recipe, facts: DataFacts, pretrained: Bundle | None, defaults
             raise ConfigError("model.name cannot be combined with a pretrained model; leave one of them out")
         return planned_config(pretrained, recipe.pretrained or FinetuneInit(), fields, classes)
     name = fields.pop("name", None)
+    token = _distillation_token(recipe, fields, defaults)
     if name is not None:
-        config = variant_config(name).replace(**{**fields, "classes": classes})
+        variant = variant_config(name)
+        token = token if variant.depth and variant.pool == "cls" else {}
+        config = variant.replace(**{**token, **fields, "classes": classes})
         if paper and not config.depth:
             raise ConfigError(
                 f"model.paper asks for the ViT paper's model, but {name} is a ResNet; leave one of them out"
             )
         return config
-    return ViTConfig.model_validate({**_small_model(facts, fields, defaults), **fields, "classes": classes})
+    return ViTConfig.model_validate({**_small_model(facts, fields, defaults), **token, **fields, "classes": classes})
+
+
+def _distillation_token(recipe: Recipe, fields: dict[str, Any], defaults: list[ResolvedDefault]) -> dict[str, Any]:
+    """Return the fields of a model that learns hard targets with a second head; none if the recipe decides it."""
+    hard = recipe.teacher is not None and recipe.teacher.targets == "hard"
+    if not hard or fields.keys() & {"distillation_token", "class_token", "pool", "final_norm"}:
+        return {}
+    defaults.append(ResolvedDefault("model.distillation_token", True, "its own head learns the teacher's classes"))
+    return {"class_token": "first", "pool": "cls", "final_norm": "before_pool", "distillation_token": True}
 
 
 def _small_model(facts: DataFacts, fields: dict[str, Any], defaults: list[ResolvedDefault]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from vitrail.training.defaults import resolve_defaults
 from vitrail.training.optimizers import freeze, parameter_groups
 from vitrail.training.plan import DataFacts, TrainingPlan, describe_data
 from vitrail.training.recipe import Recipe, read_value
+from vitrail.training.teacher import Teacher
 
 OPENING, CLOSING, QUOTES = "[{", "]}", "\"'"
 FIXED = ("data.val", "data.test")
@@ -142,6 +143,7 @@ class TrialPlanner:
     data: str | Path
     bundle: Bundle | None
     device: str
+    teacher: Teacher | None = None
     opened: dict[tuple[int, float, int | None], tuple[Splits, DataFacts]] = field(default_factory=dict)
     """The data by seed and subset: the seed draws the splits if the data does not define them."""
 
@@ -161,7 +163,7 @@ class TrialPlanner:
     def trial(self, values: dict[str, Any], recipe: Recipe) -> Trial:
         """Resolve and validate a recipe with these values."""
         splits, facts = self._opened(recipe)
-        plan = resolve_defaults(recipe, facts, self.bundle)
+        plan = resolve_defaults(recipe, facts, self.bundle, self.teacher)
         _check(plan, splits)
         return Trial(values, recipe, plan)
 

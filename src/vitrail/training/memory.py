@@ -3,7 +3,7 @@
     weights        once                               average    once more, in float32
     gradients      once, for trained parameters       optimizer  twice for Adam, once for SGD with momentum; for Muon
                                                       once for matrices, twice for the rest
-    images         all of them, if they live on the device
+    teacher        its weights                        images     all of them, if they live on the device
     activations    what the backward pass and the running layer need; or, if larger, what Muon's update needs, which
                    processes all matrices of one shape together
 
@@ -56,11 +56,13 @@ class Forecast(NamedTuple):
     """Images kept on the device."""
     updating: int = 0
     """Temporary memory of the optimizer step, independent of the batch size; `in_flight` is never less."""
+    teacher: int = 0
+    """Weights of the teacher."""
 
     @property
     def standing(self) -> int:
         """Memory that does not depend on the batch size."""
-        return self.weights + self.gradients + self.optimizer + self.average + self.resident
+        return self.weights + self.gradients + self.optimizer + self.average + self.resident + self.teacher
 
     @property
     def total(self) -> int:
@@ -98,6 +100,7 @@ def forecast(job: Job) -> Forecast:
     return Forecast(
         weights, gradients + buckets, optimizer, average, job.images, in_flight, recipe.gradient_accumulation,
         job.context.resident * math.prod((job.plan.model.channels, *job.plan.model.image_size)), updating,
+        0 if job.plan.teacher is None else job.plan.teacher.weight_bytes(job.precision),
     )  # fmt: skip
 
 
@@ -114,9 +117,8 @@ def step_fits(job: Job, estimate: Forecast) -> bool:
 
 
 def _compute_a_step(job: Job, estimate: Forecast) -> None:
-    standing = torch.empty(
-        estimate.optimizer + estimate.average + estimate.resident, dtype=torch.uint8, device=job.device
-    )
+    held = estimate.optimizer + estimate.average + estimate.resident + estimate.teacher
+    standing = torch.empty(held, dtype=torch.uint8, device=job.device)
     learner = learner_of(job.plan, job.device)
     module = _module(job, job.device, learner)
     for _ in range(min(2, job.plan.recipe.gradient_accumulation)):

@@ -15,6 +15,7 @@ from vitrail.models.config import ViTConfig
 from vitrail.tasks.lookup import task_named
 from vitrail.tasks.task import Task
 from vitrail.training.recipe import Recipe
+from vitrail.training.teacher import Teacher
 
 TINY_SIDE, SMALL_SIDE = 16, 40
 """Images up to these sides count as tiny or small; larger ones as photos."""
@@ -59,6 +60,7 @@ class TrainingPlan(NamedTuple):
     augmentation: Augmentation
     mixing: Mixing
     defaults: list[ResolvedDefault]
+    teacher: Teacher | None = None
 
     @property
     def task(self) -> Task:

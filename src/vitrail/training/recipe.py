@@ -32,10 +32,12 @@ from vitrail.tasks.task import CLASS_SETTINGS
 from vitrail.training.averaging import Averaging
 from vitrail.training.finetune_init import FinetuneInit
 from vitrail.training.optimizers import Optimizer, Schedule
+from vitrail.training.pretraining.distill import DistillSettings
 from vitrail.training.pretraining.mae import MaeSettings
 from vitrail.training.pretraining.masked_patches import MaskedPatchesSettings
+from vitrail.training.teacher import TeacherSettings
 
-METHODS = ("mae", "masked_patches")
+METHODS = ("mae", "masked_patches", "distill")
 """The tables of a recipe for pretraining, one per method."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 _MODEL_HAS = {"size": "image_size", "channels": "channels"}
@@ -147,6 +149,8 @@ class Recipe(Frozen):
     """Fields of `Preprocess`, such as `resize_to`; size and channels follow from the model."""
     pretrained: FinetuneInit | None = None
     """How to adapt the model of --from to the data. A recipe with this table requires --from."""
+    teacher: TeacherSettings | None = None
+    """How to learn from the model of --teacher. A recipe with this table requires --teacher."""
     freeze: Annotated[tuple[str, ...], AsTuple] = ()
     """Patterns of parameters to freeze: "blocks.*"."""
     lora: LoRA = LoRA()
@@ -161,6 +165,8 @@ class Recipe(Frozen):
     """Pretrain a masked autoencoder, without labels; `vitrail pretrain`."""
     masked_patches: MaskedPatchesSettings | None = None
     """Pretrain by masked patch prediction, without labels; `vitrail pretrain --method masked-patches`."""
+    distill: DistillSettings | None = None
+    """Learn the features of a teacher, without labels; `vitrail pretrain --method distill --teacher MODEL`."""
 
     @property
     def method(self) -> str | None:
@@ -176,6 +182,10 @@ class Recipe(Frozen):
             )
         if len(methods := [name for name in METHODS if getattr(self, name) is not None]) > 1:
             raise ConfigError(f"the recipe has tables of several methods, {' and '.join(methods)}; keep one")
+        if methods and self.teacher is not None:
+            raise ConfigError(
+                f"[teacher] is for training with labels, and {methods[0]} has none; leave one of them out"
+            )
         criteria = task_named(self.task).criteria
         if self.criterion is not None and self.criterion not in criteria:
             raise ConfigError(
@@ -216,6 +226,19 @@ class Recipe(Frozen):
                 f"lora.rank is {self.lora.rank}, but LoRA freezes the weights, and without --from they are random; "
                 f"pass a pretrained model with --from, or set lora.rank=0"
             )
+
+    def check_teacher(self, teacher: object) -> None:
+        """Raise if this recipe needs a teacher and none is given, or the other way round."""
+        if teacher is None and self.teacher is not None:
+            raise ConfigError(
+                "this recipe has settings for a teacher ([teacher]); pass one with --teacher, or drop them"
+            )
+        if teacher is None and self.distill is not None:
+            raise ConfigError("distill learns the features of a teacher; pass one with --teacher")
+        if teacher is not None and self.method not in (None, "distill"):
+            raise ConfigError(f"{self.method} learns without --teacher; leave it out, or use --method distill")
+        if teacher is not None and self.task != CLASSIFICATION.name:
+            raise ConfigError(f"the task {self.task} cannot learn from a teacher; leave out --teacher")
 
     def resolved_criterion(self) -> str:
         """Return the criterion, or its default given the class weights. Pretraining validates its loss."""
@@ -343,9 +366,9 @@ def pretraining_recipe(method: str, recipe: str | Path | Recipe | None, changes:
     return chosen
 
 
-def check_supervised(recipe: str | Path | Recipe | None, changes: Sequence[str]) -> None:
+def check_supervised(recipe: str | Path | Recipe, changes: Sequence[str]) -> None:
     """Raise for a recipe that pretrains without labels."""
-    if recipe is not None and (method := read_recipe(recipe, changes).method) is not None:
+    if (method := read_recipe(recipe, changes).method) is not None:
         raise ConfigError(f"the recipe pretrains without labels ({method}); use vitrail pretrain")
 
 

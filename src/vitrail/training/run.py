@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.bundle import TEACHER, Bundle
 from vitrail.checkpoints.writing import recover
 from vitrail.data.batches import Batch, Training, training_batches
 from vitrail.data.resident import Resident
@@ -173,7 +173,7 @@ def start_run(job: Job, splits: Splits, pretrained: Bundle | None, folder: Path,
     ranks = context.ranks
     with ranks.together():
         bundle = _initial_bundle(plan, splits.train.classes, pretrained)
-        learner = learner_of(plan, context.device, splits.train)
+        learner = learner_of(plan, context.device, splits.train, context.precision)
         state = _initial_state(job, bundle.model, learner)
         training = _training(job, splits.train)
         stepper = Stepper(plan.recipe, plan.preprocess, context.device, context.precision, learner, ranks)
@@ -225,6 +225,8 @@ def _trained_bundle(plan: TrainingPlan, initial: Bundle, learner: Learner, modul
     # If the initial model was trained with LoRA, that no longer describes how this one was.
     provenance = {key: value for key, value in initial.provenance.items() if key != "lora"}
     provenance["trained"] = {"step": step, "of": plan.steps}
+    if plan.teacher is not None:
+        provenance[TEACHER] = plan.teacher.record()
     model = learner.kept(module)
     if plan.recipe.lora.rank:
         provenance["lora"] = plan.recipe.lora.record()

@@ -31,6 +31,7 @@ from vitrail.io import (
 )
 from vitrail.training.recipe import Recipe, write_toml
 from vitrail.training.state import RESUME
+from vitrail.training.teacher import Teacher
 
 T = TypeVar("T")
 
@@ -54,29 +55,36 @@ class Origin(NamedTuple):
     """Path of the data."""
     pretrained: str
     """Checksum of the pretrained model's weights and config; empty when training from scratch."""
+    teacher: str = ""
+    """Checksum of the teacher; empty without one."""
 
 
-def origin_of(data: str | Path, pretrained: Bundle | None) -> Origin:
+def origin_of(data: str | Path, pretrained: Bundle | None, teacher: Teacher | None = None) -> Origin:
     """Return the origin of a run."""
+    taught_by = "" if teacher is None else teacher.digest
     place = str(data) if str(data) == BUILT_IN else str(Path(data).resolve())
     if pretrained is None:
-        return Origin(place, "")
+        return Origin(place, "", taught_by)
     digest = hashlib.blake2b(pretrained.model.config.resolved().to_json().encode(), digest_size=16)
     for name, tensor in sorted(pretrained.model.state_dict().items()):
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return Origin(place, digest.hexdigest())
+    return Origin(place, digest.hexdigest(), taught_by)
 
 
 def default_folder(origin: Origin, recipes: Sequence[Recipe]) -> Path:
     """Return the folder of a run or a sweep: the same command finds the same folder, any other command another."""
-    words = "\n".join([*sorted(recipe.to_json() for recipe in recipes), *origin])
+    given = [origin.data, origin.pretrained, *([origin.teacher] if origin.teacher else [])]
+    words = "\n".join([*sorted(recipe.to_json() for recipe in recipes), *given])
     fingerprint = hashlib.blake2b(words.encode(), digest_size=3).hexdigest()
     return Path("runs") / f"{Path(origin.data).name or 'data'}-{fingerprint}"
 
 
 def keep_origin(folder: Path, origin: Origin) -> str | None:
-    """Record the origin of a new run. A resumed run must use the same weights; return a note if its data moved."""
+    """Record the origin of a new run; return a note if the data of a resumed one moved.
+
+    A resumed run must use the same pretrained model and the same teacher.
+    """
     path = folder / ORIGIN
     if not path.exists():
         write_json(path, origin._asdict())
@@ -96,6 +104,11 @@ def keep_origin(folder: Path, origin: Origin) -> str | None:
         raise ConfigError(
             f"{folder} holds a run that was trained {initial}; choose another --run, or use the same initialisation"
         )
+    if old.teacher != origin.teacher:
+        taught = (
+            "without a teacher" if not old.teacher else "with another teacher" if origin.teacher else "with a teacher"
+        )
+        raise ConfigError(f"{folder} holds a run that was trained {taught}; choose another --run, or use the same one")
     return (
         None
         if old.data == origin.data

@@ -42,6 +42,7 @@ def plan_step(
         adapters=recipe.lora.rank > 0,
         alone=alone,
         pretraining=recipe.method is not None,
+        two_heads=recipe.teacher is not None and config.distillation_token,
     )
 
 

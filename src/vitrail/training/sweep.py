@@ -40,6 +40,7 @@ from vitrail.training.sweep_run import (
     steps_of_each,
     sweep_folder,
 )
+from vitrail.training.teacher import opened_teacher
 from vitrail.training.train import Run
 
 
@@ -83,6 +84,7 @@ def sweep(
     pretrained: str | Path | Bundle | None = None,
     overrides: Mapping[str, Any] | None = None,
     keys: str | Path | None = None,
+    teacher: str | Path | Bundle | None = None,
     folder: str | Path | None = None,
     device: str = "auto",
     workers: int | None = None,
@@ -102,6 +104,7 @@ def sweep(
     pretrained: str | Path | Bundle | None = None,
     overrides: Mapping[str, Any] | None = None,
     keys: str | Path | None = None,
+    teacher: str | Path | Bundle | None = None,
     folder: str | Path | None = None,
     device: str = "auto",
     workers: int | None = None,
@@ -121,6 +124,7 @@ def sweep(
     pretrained: str | Path | Bundle | None = None,
     overrides: Mapping[str, Any] | None = None,
     keys: str | Path | None = None,
+    teacher: str | Path | Bundle | None = None,
     folder: str | Path | None = None,
     device: str = "auto",
     workers: int | None = None,
@@ -160,8 +164,9 @@ def sweep(
                 f"{file.name} names the recipe {file.recipe}, and --recipe another; leave one of them out"
             )
         recipes = CandidateRecipes(file, recipe or file.recipe or default_recipe(pretrained), changes)
-        recipes.check(pretrained)
-        training = SweepTraining(data, opened_pretrained(pretrained, overrides, keys), device, workers, quiet)
+        recipes.check(pretrained, teacher)
+        bundle, taught_by = opened_pretrained(pretrained, overrides, keys), opened_teacher(teacher)
+        training = SweepTraining(data, bundle, device, workers, quiet, taught_by)
         return sweep_candidates(recipes, training, device=kind, only=only, jobs=jobs, folder=folder)
     tried = [
         (values, read_recipe(recipe or default_recipe(pretrained), changes, values))
@@ -169,8 +174,10 @@ def sweep(
     ]
     for _, one in tried:
         one.check_pretrained(pretrained)
-    training = SweepTraining(data, opened_pretrained(pretrained, overrides, keys), device, workers, quiet)
-    planner = TrialPlanner(data, training.pretrained, kind)
+        one.check_teacher(teacher)
+    bundle, taught_by = opened_pretrained(pretrained, overrides, keys), opened_teacher(teacher)
+    training = SweepTraining(data, bundle, device, workers, quiet, taught_by)
+    planner = TrialPlanner(data, bundle, kind, taught_by)
     trials = distinct([planner.trial(values, one) for values, one in tried])
     return _sweep_product(trials, training, jobs, folder, len(tried) - len(trials))
 

@@ -16,14 +16,13 @@ from typing import IO, Self, cast
 import torch
 
 from vitrail import errors
-from vitrail.checkpoints.bundle import Bundle
 from vitrail.errors import VitrailError
 from vitrail.tasks.lookup import task_named
 from vitrail.text import first_line
 from vitrail.training.console import LOG
 from vitrail.training.sessions import Stopped, stop_signal
 from vitrail.training.sweep_run import PlannedRun, SweepTraining
-from vitrail.training.sweep_worker import RunRequest
+from vitrail.training.sweep_worker import RunRequest, SavedModels
 
 INTERVAL = 0.1
 """Seconds between two looks at the running processes."""
@@ -66,8 +65,8 @@ class SweepPool:
             else:
                 todo.append(run)
         if todo and self._processes is None:
-            pretrained = self._stack.enter_context(_saved(self.training.pretrained))
-            self._processes = self._stack.enter_context(_Processes(self.training, self.jobs, pretrained))
+            saved = self._stack.enter_context(_saved(self.training))
+            self._processes = self._stack.enter_context(_Processes(self.training, self.jobs, saved))
         if self._processes is None:
             return
         for run in self._processes.completed(todo):
@@ -94,21 +93,24 @@ def _outcome(run: PlannedRun) -> str:
 
 
 @contextmanager
-def _saved(bundle: Bundle | None) -> Iterator[Path | None]:
-    """Save the pretrained model for the workers: it may have been changed since it was opened."""
-    if bundle is None:
-        yield None
-        return
-    bundle.announce()
+def _saved(training: SweepTraining) -> Iterator[SavedModels]:
+    """Save the pretrained model and the teacher for the workers: they may have been changed since they were opened."""
+    teacher = None if training.teacher is None else training.teacher.bundle
+    models = {"pretrained": training.pretrained, "teacher": teacher}
     with tempfile.TemporaryDirectory(prefix="vitrail-sweep-") as folder:
-        yield bundle.save(Path(folder) / "pretrained")
+        saved = SavedModels()
+        for name, bundle in models.items():
+            if bundle is not None:
+                bundle.announce()
+                saved = saved._replace(**{name: bundle.save(Path(folder) / name)})
+        yield saved
 
 
 class _Processes:
     """Runs that are trained at the same time, in processes that share the cores of the machine."""
 
-    def __init__(self, training: SweepTraining, jobs: int, pretrained: Path | None) -> None:
-        self.training, self.jobs, self.pretrained = training, jobs, pretrained
+    def __init__(self, training: SweepTraining, jobs: int, saved: SavedModels) -> None:
+        self.training, self.jobs, self.saved = training, jobs, saved
         self.threads = max(1, torch.get_num_threads() // jobs)
         self.workers: list[_Worker] = []
 
@@ -155,7 +157,7 @@ class _Processes:
                 worker = _Worker(self.threads, self.jobs)
                 self.workers.append(worker)
             run = queue.pop(self._suitable(queue, worker.model))
-            worker.start(run, RunRequest.of(run, self.training, self.pretrained, self.threads))
+            worker.start(run, RunRequest.of(run, self.training, self.saved, self.threads))
             started = run.title if run.outcome is None else f"the evaluation of {run.title} on the test split"
             self.training.print(f"started {started}; its log is {run.folder / LOG}")
 

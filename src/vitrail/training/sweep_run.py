@@ -34,6 +34,7 @@ from vitrail.training.run_folder import (
     write_json,
 )
 from vitrail.training.sessions import Stopped
+from vitrail.training.teacher import Teacher
 from vitrail.training.train import Run, train
 
 SweepKind = Literal["runs", "candidates"]
@@ -71,6 +72,7 @@ class SweepTraining:
     device: str
     workers: int | None
     quiet: bool
+    teacher: Teacher | None = None
     printed: set[str] = field(default_factory=set)
     """Messages about the data that an earlier run has printed."""
 
@@ -80,6 +82,7 @@ class SweepTraining:
             self.data,
             recipe=recipe,
             pretrained=self.pretrained,
+            teacher=self.teacher,
             folder=folder,
             device=self.device,
             workers=self.workers,
@@ -169,7 +172,8 @@ def best_run(runs: Sequence[SweepRun], criterion: MetricSpec) -> SweepRun | None
 
 def sweep_folder(trials: Sequence[Trial], training: SweepTraining) -> Path:
     """Return the default folder of a sweep: the same command finds the same folder."""
-    place = default_folder(origin_of(training.data, training.pretrained), [trial.plan.recipe for trial in trials])
+    origin = origin_of(training.data, training.pretrained, training.teacher)
+    place = default_folder(origin, [trial.plan.recipe for trial in trials])
     return place.with_name(f"{place.name}-sweep")
 
 

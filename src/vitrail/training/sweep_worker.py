@@ -22,6 +22,14 @@ from vitrail.runtime import exit_with_launcher
 from vitrail.training.recipe import Recipe
 from vitrail.training.sessions import Stopped
 from vitrail.training.sweep_run import PlannedRun, SweepTraining
+from vitrail.training.teacher import Teacher
+
+
+class SavedModels(NamedTuple):
+    """Folders with the models of a sweep."""
+
+    pretrained: Path | None = None
+    teacher: Path | None = None
 
 
 class RunRequest(NamedTuple):
@@ -32,6 +40,9 @@ class RunRequest(NamedTuple):
     data: str
     pretrained: str | None
     """A folder with the bundle."""
+    teacher: str | None
+    """A folder with its bundle."""
+    teacher_name: str
     device: str
     workers: int | None
     threads: int
@@ -39,12 +50,14 @@ class RunRequest(NamedTuple):
     """The process of the sweep; a worker ends with it."""
 
     @classmethod
-    def of(cls, run: PlannedRun, training: SweepTraining, pretrained: Path | None, threads: int) -> Self:
-        """Return the request for a run; `pretrained` is where its bundle is saved."""
+    def of(cls, run: PlannedRun, training: SweepTraining, saved: SavedModels, threads: int) -> Self:
+        """Return the request for a run; `saved` is where its pretrained model and its teacher are."""
         return cls(
             {**run._asdict(), "recipe": run.recipe.to_json(), "folder": str(run.folder)},
             str(training.data),
-            None if pretrained is None else str(pretrained),
+            None if saved.pretrained is None else str(saved.pretrained),
+            None if saved.teacher is None else str(saved.teacher),
+            "" if training.teacher is None else training.teacher.name,
             training.device,
             training.workers,
             threads,
@@ -56,7 +69,8 @@ class RunRequest(NamedTuple):
         torch.set_num_threads(self.threads)
         recipe, folder = Recipe.from_json(self.run["recipe"]), Path(self.run["folder"])
         bundle = None if self.pretrained is None else load(self.pretrained)
-        training = SweepTraining(self.data, bundle, self.device, self.workers, quiet=True)
+        teacher = None if self.teacher is None else Teacher(load(self.teacher), self.teacher_name)
+        training = SweepTraining(self.data, bundle, self.device, self.workers, quiet=True, teacher=teacher)
         PlannedRun(**{**self.run, "recipe": recipe, "folder": folder}).complete(training)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from vitrail.acceleration.planner import Purpose
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.cache import CacheSize, cached
 from vitrail.data.sources.source import place_of
@@ -29,6 +30,7 @@ from vitrail.training.preparation import PreparedFolder, prepare_folder
 from vitrail.training.recipe import Recipe, default_recipe, read_recipe
 from vitrail.training.run_folder import Origin, check_outside_data, default_folder, locked, origin_of
 from vitrail.training.sessions import timed_session
+from vitrail.training.teacher import Teacher, opened_teacher
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ def train(
     pretrained: str | Path | Bundle | None = None,
     overrides: Mapping[str, Any] | None = None,
     keys: str | Path | None = None,
+    teacher: str | Path | Bundle | Teacher | None = None,
     folder: str | Path | None = None,
     device: str = "auto",
     workers: int | None = None,
@@ -64,21 +67,24 @@ def train(
 
     `recipe` is the name of a bundled recipe, a TOML file or a `Recipe`; `changes` are strings such as
     "optimizer.lr=3e-4". `pretrained` is a model to fine-tune; `overrides` and `keys` supply what its file does not say,
-    as for `load`. `evaluate_on="val"` leaves the test split untouched while settings are still being chosen; the same
-    call without it gives the test result later. `printed` holds messages about the data that earlier runs have printed
-    and this one need not repeat; this run adds its own.
+    as for `load`. `teacher` is a model to learn from. `evaluate_on="val"` leaves the test split untouched while
+    settings are still being chosen; the same call without it gives the test result later. `printed` holds messages
+    about the data that earlier runs have printed and this one need not repeat; this run adds its own.
     """
     if evaluate_on not in ("test", "val"):
         raise ConfigError(f"evaluate_on is {evaluate_on!r}; choose 'test' or 'val'")
     data, chosen = place_of(data), choose_device(device)
     with process_group(chosen) as processes, Ranks(processes, chosen).reporting_lost_ranks() as ranks:
         with ranks.together(), ranks.main_first():
-            request = _request(data, _recipe(recipe, changes, pretrained), pretrained, overrides, keys, folder, chosen)
+            asked = _recipe(recipe, changes, pretrained)
+            request = _request(data, asked, pretrained, overrides, keys, teacher, folder, chosen)
         _check_ranks_agree(ranks, request)
         job = _job(request, ranks, workers)
         with _opened(request, job, quiet, printed) as console, repeatable(job.plan.recipe.deterministic):
             if request.pretrained is not None:
                 request.pretrained.announce()
+            if job.plan.teacher is not None:
+                job.plan.teacher.bundle.announce()
             with ranks.together(), ranks.main_first():
                 splits = _splits_to_read(request.splits, evaluate_on, job)
             with _timed(request.folder, job):
@@ -110,16 +116,18 @@ def _request(
     pretrained: str | Path | Bundle | None,
     overrides: Mapping[str, Any] | None,
     keys: str | Path | None,
+    teacher: str | Path | Bundle | Teacher | None,
     folder: str | Path | None,
     device: torch.device,
 ) -> _Request:
     recipe.check_pretrained(pretrained)
-    bundle = opened_pretrained(pretrained, overrides, keys)
+    recipe.check_teacher(teacher)
+    bundle, taught_by = opened_pretrained(pretrained, overrides, keys), opened_teacher(teacher)
     splits = open_splits(data, recipe)
     facts = describe_data(splits.train, device.type)
-    plan = resolve_defaults(recipe, facts, bundle)
+    plan = resolve_defaults(recipe, facts, bundle, taught_by)
     advice = before_training(facts, plan.model, fresh=bundle is None) if recipe.method is None else []
-    origin = origin_of(data, bundle)
+    origin = origin_of(data, bundle, taught_by)
     place = Path(folder) if folder is not None else default_folder(origin, [plan.recipe])
     check_outside_data(place, origin)
     return _Request(plan, splits, bundle, origin, place, advice)
@@ -202,6 +210,9 @@ def _introduce(console: RunConsole, request: _Request, job: Job, prepared: Prepa
     steps = "one step" if plan.steps == 1 else f"{plan.steps:,} steps"
     console.note(f"run folder {request.folder}: {steps}, {_training_images(request)}")
     console.note(str(job.context.execution))
+    if plan.teacher is not None:
+        purpose: Purpose = "evaluate" if plan.recipe.method is None else "features"
+        console.note(f"teacher {plan.teacher.name}: {plan.teacher.execution(job.device, job.precision, purpose)}")
     for text in prepared.moved:
         console.note(text)
 

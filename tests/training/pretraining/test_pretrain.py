@@ -248,7 +248,7 @@ def test_collapsed_features_stop_the_run(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--method", "maee"], "method is 'maee'; choose mae or masked-patches; did you mean 'mae'?"),
+        (["--method", "maee"], "method is 'maee'; choose mae or masked-patches or distill; did you mean 'mae'?"),
         (["--recipe", "cifar10"], "the recipe learns from labels; use vitrail train"),
         (["--set", "model.stem=conv_stem"], "mixes the pixels of neighbouring patches"),
         (["--set", "model.patch_size=8"], "patch"),

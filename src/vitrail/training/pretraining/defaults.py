@@ -22,9 +22,11 @@ from vitrail.training.plan import (
     steps_per_epoch_text,
     written_model,
 )
+from vitrail.training.pretraining.distill import check_distill
 from vitrail.training.pretraining.mae import MaeSettings, check_mae
 from vitrail.training.pretraining.masked_patches import check_masked_patches
 from vitrail.training.recipe import Recipe
+from vitrail.training.teacher import Teacher
 
 BASE_BATCH, BASE_LR = 256, 1.5e-4
 """The paper's learning rate, for this batch size; it grows in proportion to the batch."""
@@ -32,7 +34,9 @@ LEAST_LR = 5e-4
 """Small batches take many steps, and small models tolerate larger ones."""
 
 
-def resolve_pretraining(recipe: Recipe, facts: DataFacts, pretrained: Bundle | None) -> TrainingPlan:
+def resolve_pretraining(
+    recipe: Recipe, facts: DataFacts, pretrained: Bundle | None, teacher: Teacher | None = None
+) -> TrainingPlan:
     """Resolve every field that a pretraining recipe leaves unset."""
     if pretrained is not None:
         raise ConfigError("pretraining starts from random weights; leave out --from")
@@ -45,6 +49,8 @@ def resolve_pretraining(recipe: Recipe, facts: DataFacts, pretrained: Bundle | N
     preprocess = preprocess.replace(**recipe.preprocess)
     if recipe.masked_patches is not None:
         check_masked_patches(model, recipe.masked_patches, preprocess.mean, preprocess.std)
+    if recipe.distill is not None and teacher is not None:
+        check_distill(model, recipe.distill, teacher)
     mae = None if recipe.mae is None else _with_decoder(recipe.mae, model, defaults)
     batch = recipe.batch if isinstance(recipe.batch, int) else _batch(recipe, facts, defaults)
     epochs = recipe.epochs
@@ -55,7 +61,7 @@ def resolve_pretraining(recipe: Recipe, facts: DataFacts, pretrained: Bundle | N
         lr = max(LEAST_LR, BASE_LR * batch / BASE_BATCH)
         why = f"the paper's, scaled to a batch of {batch}" if lr > LEAST_LR else "usual for small batches"
         defaults.append(ResolvedDefault("optimizer.lr", lr, why))
-    augmentation = _augmentation(facts, defaults) if recipe.augmentation is None else recipe.augmentation
+    augmentation = _augmentation(facts, recipe, defaults) if recipe.augmentation is None else recipe.augmentation
     if recipe.data.on_device:
         check_on_device(augmentation)
     resolved = recipe.replace(
@@ -71,7 +77,7 @@ def resolve_pretraining(recipe: Recipe, facts: DataFacts, pretrained: Bundle | N
     steps = steps_of(resolved, facts.images, batch)
     learning_rate(resolved.schedule, 0, steps, lr)  # raises if the schedule does not fit, before anything is written
     return TrainingPlan(
-        resolved, model, preprocess, facts.classes, batch, steps, lr, augmentation, Mixing(), defaults
+        resolved, model, preprocess, facts.classes, batch, steps, lr, augmentation, Mixing(), defaults, teacher
     )  # fmt: skip
 
 
@@ -151,11 +157,12 @@ def _epochs(facts: DataFacts, defaults: list[ResolvedDefault]) -> float:
     return epochs
 
 
-def _augmentation(facts: DataFacts, defaults: list[ResolvedDefault]) -> Augmentation:
+def _augmentation(facts: DataFacts, recipe: Recipe, defaults: list[ResolvedDefault]) -> Augmentation:
     tiny = facts.side <= TINY_SIDE
     flip = 0.0 if tiny or facts.grey else 0.5
     area = (0.5, 1.0) if tiny else (0.2, 1.0)
     flips = "no flips, because they may be letters" if not flip else "flips"
-    why = f"random resized crops, {flips}; masking is the main augmentation"
+    masking = "" if recipe.distill is not None else "; masking is the main augmentation"
+    why = f"random resized crops, {flips}{masking}"
     defaults.append(ResolvedDefault("augmentation", "crops", why))
     return Augmentation(crop_area=area, flip=flip)

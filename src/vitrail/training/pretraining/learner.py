@@ -97,6 +97,11 @@ class Pretraining(Learner):
 
         write_preview(run, draw)
 
+    def _validation_loss(self, module: nn.Module, pixels: Tensor, batch: Batch) -> Tensor:
+        """Return the loss of validation images, with the same masks every time."""
+        loss: Tensor = module(pixels, self._noise(int(batch.indices[0]), pixels, "validation masks"))
+        return loss
+
     def _noise(self, first: int, pixels: Tensor, purpose: str) -> Tensor:
         shape = (self.plan.model.patches, *self._method.draws)
         drawn = uniform(self.plan.recipe.seed, purpose, first, len(pixels), math.prod(shape), pixels.device)
@@ -117,10 +122,10 @@ class Pretraining(Learner):
             for batch in run.predict.batches(run.validation_source):
                 if not len(batch.labels):
                     continue
-                pixels = preprocess.normalise(batch.to(context.device).pixels)
-                noise = self._noise(int(batch.indices[0]), pixels, "validation masks")
+                moved = batch.to(context.device)
+                pixels = preprocess.normalise(moved.pixels)
                 with autocast(context.device, context.precision):
-                    losses.append(module(pixels, noise).float() * len(pixels))
+                    losses.append(self._validation_loss(module, pixels, moved).float() * len(pixels))
                     features.append(self.kept(module)(pixels).float())
                 labels.append(batch.labels)
         own = torch.cat(features).cpu(), torch.cat(labels).cpu(), torch.stack(losses).sum().cpu()

@@ -1,14 +1,16 @@
 """The pretraining methods by name: the module of each, and the noise that it needs."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import nn
 
 from vitrail.models.vit import ViT
 from vitrail.training.plan import TrainingPlan
+from vitrail.training.pretraining.distill import DistillSettings, FeatureStudent
 from vitrail.training.pretraining.mae import MaeSettings, MaskedAutoencoder
 from vitrail.training.pretraining.masked_patches import MaskedPatchesSettings, MaskedPatchPrediction
+from vitrail.training.teacher import Teacher
 
 
 class Method(NamedTuple):
@@ -31,7 +33,13 @@ def _masked_patches(model: ViT, plan: TrainingPlan) -> nn.Module:
     return MaskedPatchPrediction(model, settings, plan.preprocess.mean, plan.preprocess.std)
 
 
+def _distill(model: ViT, plan: TrainingPlan) -> nn.Module:
+    teacher = cast("Teacher", plan.teacher)  # `Recipe.check_teacher` has refused a plan without one
+    return FeatureStudent(model, plan.recipe.distill or DistillSettings(), teacher.bundle.model.config)
+
+
 METHODS = {
     "mae": Method(_mae, reconstructs=True),
     "masked_patches": Method(_masked_patches, (3,), reconstructs=True),
+    "distill": Method(_distill),
 }
