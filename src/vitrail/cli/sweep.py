@@ -95,5 +95,5 @@ def _note(row: "CandidateResult", done: "CandidateSweep") -> str:
     if row.values is not None and len(row.seeds) < len(done.seeds):
         notes.append(f"{len(row.seeds)} of {len(done.seeds)} seeds")
     elif row.values is None and not row.diverged:
-        notes.append("not trained")
+        notes.append("not all values trained" if row.tried else "not trained")
     return ", ".join(notes)
