@@ -100,6 +100,23 @@ def test_mlp_widths_that_dinov2_cannot_express(activation: Any, tmp_path: Path) 
         convert(bundle, tmp_path / "dino", to="dinov2-transformers")
 
 
+@pytest.mark.parametrize("position", ["sincos_2d", "learned_2d"])
+@pytest.mark.parametrize("class_token", ["first", "none"])
+def test_positions_without_a_table_of_their_own_are_written_as_one(
+    position: Any, class_token: Any, tmp_path: Path
+) -> None:
+    pool = "cls" if class_token == "first" else "mean"
+    norm = "before_pool" if class_token == "first" else "after_pool"
+    bundle = tiny_bundle(position=position, class_token=class_token, pool=pool, final_norm=norm)
+    convert(bundle, tmp_path / "vit", to="timm")
+    again = load(tmp_path / "vit")
+    assert again.model.config.position == "learned_1d"
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert relative_error(bundle.model(x), again.model(x)) <= 1e-6
+    assert bundle.model.config.position == position
+
+
 def test_to_lucidrains(tmp_path: Path) -> None:
     bundle = tiny_bundle(stem="linear_norm", qkv_bias=False, norm_eps=1e-5)
     convert(bundle, tmp_path / "vit.pt", to="lucidrains")

@@ -28,7 +28,7 @@ from vitrail.checkpoints.tensors import Dtype, check_dtype, load_weights, loaded
 from vitrail.checkpoints.writing import atomic_file, atomic_folder, write_npz, write_safetensors, write_torch
 from vitrail.errors import CheckpointError, suggest
 from vitrail.models.config import ViTConfig
-from vitrail.models.position import Method
+from vitrail.models.position import Method, read_table
 from vitrail.models.vit import ViT
 
 Target = Literal[
@@ -135,7 +135,7 @@ def convert(
     opened = bundle
     path = Path(target)
     _check_not_source(bundle, target)
-    bundle = _norm_before_pool(bundle, to)
+    bundle = _learned_positions(_norm_before_pool(bundle, to), to)
     plan = _plan(bundle, path, to, None if keys is None else read_key_table(keys))
     differences = plan.differences(bundle.model.config)
     if differences and not approximate:
@@ -180,6 +180,21 @@ def _norm_before_pool(bundle: Bundle, to: Target) -> Bundle:
         return bundle
     state = {name.replace("fc_norm.", "norm."): tensor for name, tensor in bundle.model.state_dict().items()}
     model, _ = loaded_model(config.replace(final_norm="before_pool"), state)
+    return replace(bundle, model=model)
+
+
+def _learned_positions(bundle: Bundle, to: Target) -> Bundle:
+    """Write sincos and 2-D positions as a learned table, which is equivalent and more formats support."""
+    config = bundle.model.config
+    family = next((family for family in FAMILIES if family.name == to), None)
+    if family is None or config.position in family.needs.get("position", (config.position,)):
+        return bundle
+    if config.position not in ("sincos_2d", "learned_2d") or config.position_at != "stem":
+        return bundle
+    same = {name: tensor for name, tensor in bundle.model.state_dict().items() if not name.startswith("pos_embed")}
+    table = read_table(bundle.model, config).detach().to(next(bundle.model.parameters()))
+    written = config.replace(position="learned_1d", position_covers=None)
+    model, _ = loaded_model(written, {**same, "pos_embed": table})
     return replace(bundle, model=model)
 
 

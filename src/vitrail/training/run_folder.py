@@ -90,6 +90,8 @@ def keep_origin(folder: Path, origin: Origin) -> str | None:
         write_json(path, origin._asdict())
         return None
     stored = read_in_run(path, read_json)
+    if isinstance(stored, dict):
+        stored = {"teacher": "", **stored}  # runs from before there were teachers have none
     if not isinstance(stored, dict) or not all(isinstance(stored.get(name), str) for name in Origin._fields):
         raise corrupt(path, "lacks required keys")
     old = Origin(*(stored[name] for name in Origin._fields))
