@@ -151,9 +151,10 @@ def pretrain(
 ) -> Run:
     """Pretrain a model on images without labels; the result is a bundle without a head, to fine-tune with `train`.
 
-    `method` is "mae", a masked autoencoder, or "masked-patches", the ViT paper's own. `recipe` replaces the recipe of
-    that name by a TOML file or a `Recipe`; `changes` change its settings. Labels are ignored, except that with them the
-    kNN accuracy of the features is reported. The same call resumes an interrupted run.
+    `method` is "mae", a masked autoencoder, "masked-patches", the ViT paper's own, or "dino", self-distillation.
+    `recipe` replaces the recipe of that name by a TOML file or a `Recipe`; `changes` change its settings. Labels are
+    ignored, except that with them the kNN accuracy of the features is reported. The same call resumes an interrupted
+    run.
     """
     for argument in unknown:
         raise unknown_setting(pretrain, argument, unknown[argument])

@@ -229,14 +229,14 @@ def _patterns_for(names: list[str]) -> list[str]:
 
 
 def _block_of(name: str) -> int:
-    """Return the index of a parameter's block, or -1."""
-    match = re.match(r"blocks\.(\d+)\.", name)
+    """Return the index of a parameter's block in a ViT, or in the encoder of a pretraining module; else -1."""
+    match = re.match(r"(?:encoder\.)?blocks\.(\d+)\.", name)
     return int(match[1]) if match else -1
 
 
 def _level_of(name: str, depth: int) -> int:
     """Return the layer of a parameter: 0 for the stem, 1 to depth for the blocks, depth + 1 for the rest."""
-    if name.startswith(STEM):
+    if name.removeprefix("encoder.").startswith(STEM):
         return 0
     block = _block_of(name)
     return depth + 1 if block < 0 else block + 1

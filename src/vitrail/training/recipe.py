@@ -32,10 +32,11 @@ from vitrail.tasks.task import CLASS_SETTINGS
 from vitrail.training.averaging import Averaging
 from vitrail.training.finetune_init import FinetuneInit
 from vitrail.training.optimizers import Optimizer, Schedule
+from vitrail.training.pretraining.dino import DinoSettings
 from vitrail.training.pretraining.mae import MaeSettings
 from vitrail.training.pretraining.masked_patches import MaskedPatchesSettings
 
-METHODS = ("mae", "masked_patches")
+METHODS = ("mae", "masked_patches", "dino")
 """The tables of a recipe for pretraining, one per method."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 _MODEL_HAS = {"size": "image_size", "channels": "channels"}
@@ -161,6 +162,9 @@ class Recipe(Frozen):
     """Pretrain a masked autoencoder, without labels; `vitrail pretrain`."""
     masked_patches: MaskedPatchesSettings | None = None
     """Pretrain by masked patch prediction, without labels; `vitrail pretrain --method masked-patches`."""
+
+    dino: DinoSettings | None = None
+    """Pretrain by self-distillation between views, without labels; `vitrail pretrain --method dino`."""
 
     @property
     def method(self) -> str | None:

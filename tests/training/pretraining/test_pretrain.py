@@ -22,10 +22,11 @@ import vitrail
 from vitrail.data.sources.opening import open_unlabelled
 from vitrail.errors import ConfigError, DataError, Diverged
 from vitrail.metrics.neighbours import leave_one_out
+from vitrail.training.pretraining.dino_learner import SelfDistillation
 from vitrail.training.pretraining.draws import uniform
 from vitrail.training.pretraining.learner import Pretraining
 
-METHODS = ("mae", "masked-patches")
+METHODS = ("mae", "masked-patches", "dino")
 SMALL = ("compile=false", "steps=12", "batch=32", "evaluations=2", "model.width=32", "model.depth=2", "model.heads=2",
          "data.val=0.1")  # fmt: skip
 CPU = torch.device("cpu")
@@ -76,11 +77,12 @@ def test_the_loss_falls_and_the_features_are_watched(straight: tuple[str, vitrai
 
 
 def test_the_bundle_is_the_encoder_alone(straight: tuple[str, vitrail.Run]) -> None:
-    _, run = straight
+    method, run = straight
     bundle = vitrail.load(run.folder / "best")
     assert bundle.model.config.classes == 0
     assert set(bundle.model.state_dict()) == set(vitrail.ViT(bundle.model.config).state_dict())
-    inside = {name.removeprefix("model/encoder."): tensor for name, tensor in state(run.folder).items()}
+    kept = "teacher" if method == "dino" else "encoder"
+    inside = {name.removeprefix(f"model/{kept}."): tensor for name, tensor in state(run.folder).items()}
     assert all(torch.equal(tensor, inside[name]) for name, tensor in bundle.model.state_dict().items())
 
 
@@ -100,7 +102,8 @@ def test_the_bundle_is_used_by_other_commands(straight: tuple[str, vitrail.Run],
 
 def test_resumed_exactly(straight: tuple[str, vitrail.Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     method, run = straight
-    made, taken = Pretraining.loss, []
+    learner = SelfDistillation if method == "dino" else Pretraining
+    made, taken = learner.loss, []
 
     def stopping(self: Pretraining, *arguments: Any) -> Any:
         taken.append(1)
@@ -109,7 +112,7 @@ def test_resumed_exactly(straight: tuple[str, vitrail.Run], tmp_path: Path, monk
         return made(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Pretraining, "loss", stopping)
+        patch.setattr(learner, "loss", stopping)
         with pytest.raises(KeyboardInterrupt):
             pretrained(tmp_path / "run", method)
     pretrained(tmp_path / "run", method)  # from step 6, the last validation
@@ -243,7 +246,7 @@ def test_collapsed_features_stop_the_run(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--method", "maee"], "method is 'maee'; choose mae or masked-patches; did you mean 'mae'?"),
+        (["--method", "maee"], "method is 'maee'; choose mae or masked-patches or dino; did you mean 'mae'?"),
         (["--recipe", "cifar10"], "the recipe learns from labels; use vitrail train"),
         (["--set", "model.stem=conv_stem"], "mixes the pixels of neighbouring patches"),
         (["--set", "model.patch_size=8"], "patch"),

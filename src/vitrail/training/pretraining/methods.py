@@ -7,6 +7,7 @@ from torch import nn
 
 from vitrail.models.vit import ViT
 from vitrail.training.plan import TrainingPlan
+from vitrail.training.pretraining.dino import Dino, DinoSettings
 from vitrail.training.pretraining.mae import MaeSettings, MaskedAutoencoder
 from vitrail.training.pretraining.masked_patches import MaskedPatchesSettings, MaskedPatchPrediction
 
@@ -15,7 +16,7 @@ class Method(NamedTuple):
     """A pretraining method."""
 
     module: Callable[[ViT, TrainingPlan], nn.Module]
-    """Wraps a model for pretraining; the result has an `encoder` and a `reconstruct`."""
+    """Wraps a model for pretraining; the result has an `encoder`, and if it masks patches a `reconstruct`."""
     draws: tuple[int, ...] = ()
     """Uniform draws per patch, besides the first."""
 
@@ -29,4 +30,8 @@ def _masked_patches(model: ViT, plan: TrainingPlan) -> nn.Module:
     return MaskedPatchPrediction(model, settings, plan.preprocess.mean, plan.preprocess.std)
 
 
-METHODS = {"mae": Method(_mae), "masked_patches": Method(_masked_patches, (3,))}
+def _dino(model: ViT, plan: TrainingPlan) -> nn.Module:
+    return Dino(model, plan.recipe.dino or DinoSettings())
+
+
+METHODS = {"mae": Method(_mae), "masked_patches": Method(_masked_patches, (3,)), "dino": Method(_dino)}

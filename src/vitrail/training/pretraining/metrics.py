@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 from vitrail.tasks.metrics import Metric, Metrics, MetricSpec
 
 LOSS = MetricSpec("loss", unit="number", lower_is_better=True, key="val_loss")
-KNN = MetricSpec("kNN accuracy", key="val_knn", explanation="20 nearest neighbours in feature space, leave-one-out")
+KNN = MetricSpec(
+    "kNN accuracy", key="val_knn", explanation="up to 20 nearest neighbours in feature space, leave-one-out"
+)
 SPREAD = MetricSpec("spread", unit="number", key="val_spread")
 RANK = MetricSpec("rank", unit="number", key="val_rank")
 TRAINING_LOSS = LOSS._replace(key="loss")
