@@ -59,7 +59,7 @@ class Supervised(Learner):
 
     def loss(self, outputs: Any, batch: AnyBatch) -> tuple[Tensor, Tensor]:
         """Compare the outputs with the labels."""
-        assert isinstance(batch, Batch), "views have no labels"
+        batch = cast("Batch", batch)  # views have no labels
         return self.task_loss(outputs, batch.labels, batch.lam if self.mixed else None)
 
     def validate(self, run: "TrainingRun") -> Validation:

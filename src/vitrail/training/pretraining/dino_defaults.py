@@ -20,7 +20,7 @@ NO_AUGMENTATION = Augmentation(crop="none", flip=0.0)
 
 def check_dino_recipe(recipe: Recipe) -> None:
     """Raise for settings that do not go with DINO."""
-    if recipe.augmentation is not None:
+    if recipe.augmentation not in (None, NO_AUGMENTATION):
         raise ConfigError("DINO makes its own views; leave out augmentation, and use dino.global_area, dino.local_area")
     if recipe.averaging.on:
         raise ConfigError(

@@ -56,7 +56,7 @@ class SelfDistillation(Pretraining):
         return outputs.loss, outputs.loss.detach() * len(batch.indices)
 
     def before_step(self, step: int) -> None:  # noqa: ARG002
-        """Forget the outputs of the previous step."""
+        """Clear the outputs of the previous step."""
         self.means.clear()
 
     def before_update(self, module: nn.Module, step: int) -> None:
