@@ -59,7 +59,8 @@ class DinoSettings(Frozen):
     """How much of the teacher stays at the first step; it rises to 1 by a cosine over the run. Unless a recipe sets it,
     a run chooses it for its number of steps."""
     centre_momentum: Fraction = 0.9
-    """How much of the centre stays at every step. Unless a recipe sets it, a run chooses it for the `momentum`."""
+    """How much of the centre stays at every step, but for the first ones, when it is the mean of all steps. Unless a
+    recipe sets it, a run chooses it for the `momentum`."""
     local_crops: Annotated[Count, Field(le=64)] = 6
     """Number of local views per image, next to the two global ones."""
     local_size: Pair | None = None
@@ -120,20 +121,28 @@ class DinoSettings(Frozen):
 
 
 def momentum_for(steps: int) -> float:
-    """Return a momentum for a run of `steps`: the teacher averages the student over at most a tenth of the run.
+    """Return a momentum for a run of `steps`: the teacher averages the student over at most a quarter of the run.
 
     The paper's 0.996 averages over 250 steps; in a run of 500 steps such a teacher would hardly leave its random start.
     """
-    return min(0.996, max(0.9, 1 - 10 / max(1, steps)))
+    return min(0.996, max(0.9, 1 - 4 / max(1, steps)))
 
 
 def centre_momentum_for(momentum: float) -> float:
-    """Return a momentum of the centre: it follows at least ten times as fast as the teacher moves.
+    """Return a momentum of the centre: it follows fifty times as fast as the teacher, or at once.
 
     A slower centre lags behind the part of the outputs that all images share; the student then learns that part, and
     the outputs become equal for all images.
     """
-    return min(0.9, max(0.0, 1 - 10 * (1 - momentum)))
+    return min(0.9, max(0.0, 1 - 50 * (1 - momentum)))
+
+
+def centre_momentum_at(settings: DinoSettings, step: int) -> float:
+    """Return how much of the centre stays after step `step` (0-based): at first it is the plain mean of all steps.
+
+    A centre that starts from 0 lags behind what all images share, which the student would learn first.
+    """
+    return min(settings.centre_momentum, step / (step + 1))
 
 
 def teacher_momentum(settings: DinoSettings, step: int, steps: int) -> float:
@@ -287,7 +296,7 @@ class Dino(nn.Module):
         `teacher_mean` is the mean over the whole batch: the caller averages it over micro-batches, and all-reduces it
         over ranks, or the centres of the ranks diverge.
         """
-        keep = self.settings.centre_momentum
+        keep = centre_momentum_at(self.settings, step)
         self.centre.mul_(keep).add_(teacher_mean, alpha=1 - keep)
         momentum = teacher_momentum(self.settings, step, steps)
         for student, teacher in ((self.encoder, self.teacher), (self.head, self.teacher_head)):

@@ -64,10 +64,10 @@ def dino_settings(
 def dino_momenta(settings: DinoSettings, steps: int, model: ViTConfig, defaults: list[ResolvedDefault]) -> DinoSettings:
     """Return the settings with momenta for a run of `steps`, unless the recipe sets them."""
     momentum = settings.momentum if "momentum" in settings.model_fields_set else momentum_for(steps)
-    why = f"the teacher averages over at most a tenth of {steps:,} steps"
+    why = f"the teacher averages over at most a quarter of {steps:,} steps"
     chosen = {
         "momentum": (momentum, why),
-        "centre_momentum": (centre_momentum_for(momentum), "at least ten times as fast as the teacher"),
+        "centre_momentum": (centre_momentum_for(momentum), "it has to be much faster than the teacher"),
     }
     return _with(settings, chosen, model, defaults)
 
