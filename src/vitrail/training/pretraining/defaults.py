@@ -24,6 +24,7 @@ from vitrail.training.plan import (
 )
 from vitrail.training.pretraining.dino_defaults import (
     DINO_LR,
+    LEAST_DINO_LR,
     MODEL,
     NO_AUGMENTATION,
     check_dino_recipe,
@@ -64,8 +65,9 @@ def resolve_pretraining(recipe: Recipe, facts: DataFacts, pretrained: Bundle | N
         epochs = _epochs(facts, defaults)
     lr = recipe.optimizer.lr
     if lr is None:
-        lr = max(LEAST_LR, (BASE_LR if dino is None else DINO_LR) * batch / BASE_BATCH)
-        why = f"the paper's, scaled to a batch of {batch}" if lr > LEAST_LR else "usual for small batches"
+        base, least = (BASE_LR, LEAST_LR) if dino is None else (DINO_LR, LEAST_DINO_LR)
+        lr = max(least, base * batch / BASE_BATCH)
+        why = f"the paper's, scaled to a batch of {batch}" if lr > least else "usual for small batches"
         defaults.append(ResolvedDefault("optimizer.lr", lr, why))
     augmentation = recipe.augmentation or (_augmentation(facts, defaults) if dino is None else NO_AUGMENTATION)
     data = recipe.data if dino is None else dino_data(recipe.data, facts, defaults)
