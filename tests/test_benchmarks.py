@@ -1,14 +1,16 @@
-"""benchmarks/gpu.py: option errors and loss curves."""
+"""benchmarks/gpu.py: option errors and loss curves; benchmarks/pretraining.py: all rows are measured."""
 
 import json
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import gpu
+from benchmarks import gpu, pretraining
+from tests.support.peers import import_peer
 
 from vitrail.errors import ConfigError
 
@@ -115,3 +117,30 @@ def test_contestants_are_selected_by_regular_expressions(monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", "--contestants", "nobody"])
     with pytest.raises(ConfigError, match="no contestant matches nobody; choose from vitrail bf16, timm compile"):
         gpu.contestants(gpu.parse(), None)
+
+
+# ── benchmarks/pretraining.py ──
+
+
+@pytest.mark.slow
+def test_pretraining_steps_of_all_libraries_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import_peer("torchvision")
+    words = ["--tiny", "--device", "cpu", "--eager", "--rounds", "1", "--steps", "1", "--json", str(tmp_path / "rows")]
+    monkeypatch.setattr(sys, "argv", ["pretraining.py", *words])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of the other libraries
+        pretraining.main()
+    rows = json.loads((tmp_path / "rows").read_text())["rows"]
+    assert [(row["method"], row["library"]) for row in rows] == [
+        ("mae", "vitrail"),
+        ("mae", "transformers"),
+        ("dino", "vitrail"),
+        ("dino", "lightly"),
+    ]
+    assert all(row["step_ms"] > 0 for row in rows)
+
+
+def test_a_benchmark_of_no_steps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretraining.py", "--steps", "0"])
+    with pytest.raises(ConfigError, match="--steps is 0; give 1 or more"):
+        pretraining.main()

@@ -159,10 +159,10 @@ def pretrain(
 ) -> Run:
     """Pretrain a model on images without labels; the result is a bundle without a head, to fine-tune with `train`.
 
-    `method` is "mae", a masked autoencoder, "masked-patches", the ViT paper's own, or "distill", which learns the
-    features of a `teacher`. `recipe` replaces the recipe of that name by a TOML file or a `Recipe`; `changes` change
-    its settings. Labels are ignored, except that with them the kNN accuracy of the features is reported. The same call
-    resumes an interrupted run. A report is written at the end.
+    `method` is "mae", a masked autoencoder, "masked-patches", the ViT paper's own, "dino", self-distillation, or
+    "distill", which learns the features of a `teacher`. `recipe` replaces the recipe of that name by a TOML file or a
+    `Recipe`; `changes` change its settings. Labels are ignored, except that with them the kNN accuracy of the features
+    is reported. The same call resumes an interrupted run. A report is written at the end.
     """
     for argument in unknown:
         raise unknown_setting(pretrain, argument, unknown[argument])

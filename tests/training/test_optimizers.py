@@ -20,6 +20,7 @@ from vitrail.training.optimizers import (
     set_learning_rate,
     step_unless,
 )
+from vitrail.training.pretraining.mae import MaeSettings, MaskedAutoencoder
 
 
 def small(**options: Any) -> ViT:
@@ -353,3 +354,15 @@ def test_a_skipped_step_changes_nothing(kind: str) -> None:
 
 def test_only_fused_optimizers_can_skip_a_step() -> None:
     assert not can_skip_step(make_optimizer(nn.Linear(2, 2), Optimizer(kind="adamw", lr=0.1), fused=False))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_the_encoder_of_a_pretraining_module_is_grouped_like_a_model(kind: Any) -> None:
+    model = ViT(ViTConfig(image_size=8, patch_size=2, width=16, depth=2, heads=2, classes=0, stem="conv"))
+    module = MaskedAutoencoder(model, MaeSettings(decoder_width=8, decoder_depth=1, decoder_heads=1))
+    config = Optimizer(kind=kind, lr=1.0, layer_decay=0.5)
+    alone = {name: group["name"] for group in parameter_groups(model, config) for name in group["param_names"]}
+    inside = {name: group["name"] for group in parameter_groups(module, config) for name in group["param_names"]}
+    assert alone["blocks.1.attn.qkv.weight"] == ("blocks.1.matrices" if kind == "muon" else "blocks.1.decay")
+    assert {name: inside[f"encoder.{name}"] for name in alone} == alone
+    assert {name for name in inside if not name.startswith("encoder.") and "matrices" in inside[name]} == set()

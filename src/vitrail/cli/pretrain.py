@@ -9,7 +9,7 @@ import typer
 import vitrail
 from vitrail.cli.output import echo, on_one_stream
 
-METHODS = ("mae", "masked-patches", "distill")
+METHODS = ("mae", "masked-patches", "dino", "distill")
 """The methods, listed here because importing them would slow down `--help`."""
 
 

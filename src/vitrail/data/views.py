@@ -18,6 +18,7 @@ from vitrail.data.augmentation.multicrop import GLOBAL_VIEWS, MultiCrop, apply_v
 from vitrail.data.batches import (
     BadFiles,
     BadImage,
+    Batch,
     Failure,
     check_choice,
     checked_batches,
@@ -65,6 +66,9 @@ class ViewBatch(NamedTuple):
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
         return type(self)(change(self.globals), change(self.locals), change(self.indices), self.bad)
+
+
+AnyBatch = Batch | ViewBatch
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from vitrail.data.batches import Batch
 from vitrail.data.sources.source import Source
+from vitrail.data.views import AnyBatch
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision
 from vitrail.training.plan import TrainingPlan
@@ -77,13 +78,13 @@ class Distillation(Supervised):
         """Return the model."""
         return module.model if isinstance(module, TwoHeads) else cast("ViT", module)
 
-    def loss(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    def loss(self, outputs: Any, batch: AnyBatch) -> tuple[Tensor, Tensor]:
         """Compare the outputs with the labels, and with the teacher's outputs for the same images."""
         by_label, by_teacher = outputs if isinstance(outputs, tuple) else (outputs, outputs)
         own, total = super().loss(by_label, batch)
         if by_label is not by_teacher:  # the prediction is the mean of both heads
             total = super().loss((by_label.detach() + by_teacher.detach()) / 2, batch)[1]
-        weight, taught = self.settings.weight, self.teacher(batch)
+        weight, taught = self.settings.weight, self.teacher(cast("Batch", batch))
         if self.settings.targets == "hard":
             return (1 - weight) * own + weight * hard_loss(by_teacher, taught), total
         return (1 - weight) * own + weight * soft_loss(by_teacher, taught, self.settings.temperature), total

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.data.batches import Batch
+from vitrail.data.views import AnyBatch
 from vitrail.models.vit import ViT
 from vitrail.tasks.metrics import Metrics, MetricSpec
+from vitrail.training.distributed import Ranks
 
 if TYPE_CHECKING:
     from vitrail.training.run import TrainingRun
@@ -66,8 +67,21 @@ class Learner(ABC):
     def inputs(self, pixels: Tensor, first: int) -> tuple[Tensor, ...]:
         """Return the arguments of the module for normalised images; `first`: the first one's position in the stream."""
 
+    def view_inputs(self, views: tuple[Tensor, Tensor], first: int) -> tuple[Tensor, ...]:
+        """Return the arguments of the module for normalised views of images, from a batch of views."""
+        raise TypeError(f"{type(self).__name__} learns from images, not from views ({len(views)}, at {first})")
+
+    def before_step(self, step: int) -> None:  # noqa: B027 (most learners have nothing to do)
+        """Prepare for step `step` (0-based), before its first micro-batch."""
+
+    def before_update(self, module: nn.Module, step: int) -> None:  # noqa: B027
+        """Change the gradients of step `step` after they are clipped, before the optimizer uses them."""
+
+    def after_update(self, module: nn.Module, step: int, ranks: Ranks) -> None:  # noqa: B027
+        """Change what the optimizer does not train, after its update in step `step`."""
+
     @abstractmethod
-    def loss(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    def loss(self, outputs: Any, batch: AnyBatch) -> tuple[Tensor, Tensor]:
         """Map the module's outputs to the mean loss and the sum of the training metric over the images."""
 
     @abstractmethod

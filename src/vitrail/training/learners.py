@@ -7,6 +7,7 @@ from vitrail.runtime import Precision
 from vitrail.training.distillation import Distillation
 from vitrail.training.learner import Learner, ShownMetrics
 from vitrail.training.plan import TrainingPlan
+from vitrail.training.pretraining.dino_learner import SelfDistillation
 from vitrail.training.pretraining.feature_learner import FeatureDistillation
 from vitrail.training.pretraining.learner import Pretraining
 from vitrail.training.pretraining.metrics import PretrainingShown
@@ -23,6 +24,8 @@ def learner_of(
     if plan.recipe.distill is not None:
         labelled = len(plan.classes) > 1
         return FeatureDistillation.of(plan, device, precision, labelled=labelled, forecast=train is None)
+    if plan.recipe.dino is not None:
+        return SelfDistillation(plan, labelled=len(plan.classes) > 1)
     if plan.recipe.method is not None:
         return Pretraining(plan, labelled=len(plan.classes) > 1)
     if train is None:

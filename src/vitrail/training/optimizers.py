@@ -28,8 +28,8 @@ from vitrail.training.muon import Muon
 
 FUSED_DEVICES = ("cpu", "cuda", "mps")
 """Devices with a fused torch optimizer."""
-INSIDE = "model."
-"""Prefix of a model's parameters inside a module that learns with both of its heads."""
+INSIDE = r"(?:model|encoder)\."
+"""Prefix of a model's parameters inside the module of a learner."""
 STEM = ("patch_embed.", "cls_token", "dist_token", "reg_token", "mask_token", "pos_embed", "norm_pre.")
 """Name prefixes of parameters before the first block."""
 UNUSED = {
@@ -231,14 +231,14 @@ def _patterns_for(names: list[str]) -> list[str]:
 
 
 def _block_of(name: str) -> int:
-    """Return the index of a parameter's block, or -1."""
+    """Return the index of a parameter's block in a ViT, or in the model inside a learner's module; else -1."""
     match = re.match(rf"(?:{INSIDE})?blocks\.(\d+)\.", name)
     return int(match[1]) if match else -1
 
 
 def _level_of(name: str, depth: int) -> int:
     """Return the layer of a parameter: 0 for the stem, 1 to depth for the blocks, depth + 1 for the rest."""
-    if name.removeprefix(INSIDE).startswith(STEM):
+    if re.sub(f"^{INSIDE}", "", name).startswith(STEM):
         return 0
     block = _block_of(name)
     return depth + 1 if block < 0 else block + 1

@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from vitrail.data.batches import Batch
+from vitrail.data.views import AnyBatch
 from vitrail.errors import Diverged
 from vitrail.runtime import autocast
 from vitrail.training.context import Job
@@ -26,7 +26,7 @@ class LaunchedStep(NamedTuple):
     """A step whose metrics have not been read."""
 
     pending: PendingStep
-    batch: Batch
+    batch: AnyBatch
     lr: float
     waited: float
 
@@ -74,7 +74,7 @@ class PipelinedStepper:
             self.state.optimizer.zero_grad(set_to_none=True)  # they live in the CUDA graph's memory
             reset_compiled(self.context.device)
 
-    def timed(self, loader: Iterator[Batch]) -> Iterator[Batch]:
+    def timed(self, loader: Iterator[AnyBatch]) -> Iterator[AnyBatch]:
         """Yield the batches and time the waits for them; a wait does not count if the device was busy throughout."""
         while True:
             if self.paused:  # validating and saving are not a part of any step
@@ -89,7 +89,7 @@ class PipelinedStepper:
             self.idle += self.waited
             yield batch
 
-    def step(self, batch: Batch) -> list[FinishedStep]:
+    def step(self, batch: AnyBatch) -> list[FinishedStep]:
         """Launch a step; return the steps that are now finished: this one, or on a GPU the previous one."""
         lr = learning_rate(self.plan.recipe.schedule, self.state.progress.step, self.plan.steps, self.plan.peak_lr)
         try:
@@ -122,7 +122,7 @@ class PipelinedStepper:
     def _restart_timer(self) -> None:
         self.since, self.idle, self.paused = time.monotonic(), 0.0, False
 
-    def _explained(self, error: Diverged, batch: Batch) -> Diverged:
+    def _explained(self, error: Diverged, batch: AnyBatch) -> Diverged:
         losses = [row["loss"] for row in MetricsFile.read(self.folder) if "loss" in row][-RECENT:]
         layer = first_not_finite(self.state.model, self.stepper, batch, self.state.progress.step)
         recent = ", ".join(f"{loss:.3g}" for loss in losses)
@@ -136,7 +136,7 @@ class PipelinedStepper:
 
 
 @torch.no_grad()
-def first_not_finite(model: nn.Module, stepper: Stepper, batch: Batch, step: int) -> str:
+def first_not_finite(model: nn.Module, stepper: Stepper, batch: AnyBatch, step: int) -> str:
     """Return the name of the first module whose output is not finite for the batch of a step."""
     names: list[str] = []
 
@@ -151,7 +151,7 @@ def first_not_finite(model: nn.Module, stepper: Stepper, batch: Batch, step: int
     try:
         for index in range(stepper.recipe.gradient_accumulation):
             micro_batch = batch.micro(index, stepper.recipe.gradient_accumulation).to(stepper.device)
-            inputs = stepper.learner.inputs(stepper.pixels(micro_batch), stepper.first_position(batch, step, index))
+            inputs = stepper.inputs(micro_batch, stepper.first_position(batch, step, index))
             with autocast(stepper.device, stepper.precision):
                 model(*inputs)
     finally:

@@ -32,12 +32,13 @@ from vitrail.tasks.task import CLASS_SETTINGS
 from vitrail.training.averaging import Averaging
 from vitrail.training.finetune_init import FinetuneInit
 from vitrail.training.optimizers import Optimizer, Schedule
+from vitrail.training.pretraining.dino import DinoSettings
 from vitrail.training.pretraining.distill import DistillSettings
 from vitrail.training.pretraining.mae import MaeSettings
 from vitrail.training.pretraining.masked_patches import MaskedPatchesSettings
 from vitrail.training.teacher import TeacherSettings
 
-METHODS = ("mae", "masked_patches", "distill")
+METHODS = ("mae", "masked_patches", "dino", "distill")
 """The tables of a recipe for pretraining, one per method."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 _MODEL_HAS = {"size": "image_size", "channels": "channels"}
@@ -167,6 +168,9 @@ class Recipe(Frozen):
     """Pretrain by masked patch prediction, without labels; `vitrail pretrain --method masked-patches`."""
     distill: DistillSettings | None = None
     """Learn the features of a teacher, without labels; `vitrail pretrain --method distill --teacher MODEL`."""
+
+    dino: DinoSettings | None = None
+    """Pretrain by self-distillation between views, without labels; `vitrail pretrain --method dino`."""
 
     @property
     def method(self) -> str | None:

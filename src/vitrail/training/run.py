@@ -11,11 +11,12 @@ from torch import nn
 
 from vitrail.checkpoints.bundle import TEACHER, Bundle
 from vitrail.checkpoints.writing import recover
-from vitrail.data.batches import Batch, Training, training_batches
+from vitrail.data.batches import Training, training_batches
 from vitrail.data.resident import Resident
 from vitrail.data.sources.source import Source
 from vitrail.data.sources.splits import Splits
 from vitrail.data.stream import RankSlice, Stream
+from vitrail.data.views import AnyBatch, MultiCropTraining, view_batches
 from vitrail.errors import ConfigError
 from vitrail.models.lora import add_adapters, merged
 from vitrail.models.vit import ViT
@@ -61,7 +62,7 @@ class TrainingRun:
     folder: Path
     observer: RunObserver
     state: State
-    training: Training
+    training: Training | MultiCropTraining
     """The training images, in the order of the stream."""
     stepper: Stepper
     shown: ShownMetrics
@@ -115,9 +116,12 @@ class TrainingRun:
             return None
         return self.logger.throughput.total_waiting_fraction
 
-    def batches(self) -> Generator[Batch, None, None]:
+    def batches(self) -> Generator[AnyBatch, None, None]:
         """Return the batches of the remaining steps."""
         context, first, steps = self.job.context, self.progress.step, self.plan.steps
+        if isinstance(self.training, MultiCropTraining):
+            pin = context.device.type == "cuda"
+            return view_batches(self.training, first, steps, workers=context.workers, pin=pin)
         if self.plan.recipe.data.on_device:
             return Resident(self.training, context.device, context.workers).batches(first, steps)
         pin = context.device.type == "cuda"
@@ -144,7 +148,7 @@ class TrainingRun:
             speed = {"seconds": seconds, "waited": waited, "images": images}
             self.observer.step({**row, "steps": self.plan.steps, **speed})
 
-    def report_bad_files(self, batch: Batch) -> None:
+    def report_bad_files(self, batch: AnyBatch) -> None:
         """Report each unreadable image once, and record it in the training state."""
         for name, reason in batch.bad:
             if name not in self.bad:
@@ -245,7 +249,7 @@ def _initial_state(job: Job, model: ViT, learner: Learner) -> State:
     return State(module, make_optimizer(module, recipe.optimizer), average, Progress(), scaler)
 
 
-def _training(job: Job, train: Source) -> Training:
+def _training(job: Job, train: Source) -> Training | MultiCropTraining:
     """Return this rank's slice of the training stream."""
     plan, processes, data = job.plan, job.context.ranks.processes, job.plan.recipe.data
     stream = Stream(len(train), plan.batch, plan.recipe.seed, data.repeats, train.labels if data.balance else None)
@@ -258,6 +262,9 @@ def _training(job: Job, train: Source) -> Training:
             f"gradient_accumulation); use a batch that is a multiple of {unit}"
         )
     rank_slice = RankSlice(processes.rank, processes.size)
+    if plan.recipe.dino is not None and not data.on_device:  # on the device, the learner makes the views
+        crops = plan.recipe.dino.crops(plan.model)
+        return MultiCropTraining(train, stream, plan.preprocess, crops, rank_slice, data.bad_files)
     return Training(train, stream, plan.preprocess, plan.augmentation, plan.mixing, rank_slice, data.bad_files)
 
 

@@ -14,6 +14,7 @@ from vitrail.acceleration.planner import ExecutionPlan, hardware_of, plan_traini
 from vitrail.data.augmentation.mixing import mix_pixels
 from vitrail.data.batches import Batch
 from vitrail.data.preprocess import Preprocess
+from vitrail.data.views import AnyBatch, ViewBatch
 from vitrail.errors import Diverged
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
@@ -122,18 +123,20 @@ class Stepper(NamedTuple):
     learner: Learner
     ranks: Ranks
 
-    def step(self, state: State, forward: nn.Module, batch: Batch, lr: float) -> StepResult:
+    def step(self, state: State, forward: nn.Module, batch: AnyBatch, lr: float) -> StepResult:
         """Train on one batch and wait for it. `forward` is the model, possibly wrapped or compiled."""
         return self.launch(state, forward, batch, lr).read()
 
-    def launch(self, state: State, forward: nn.Module, batch: Batch, lr: float) -> PendingStep:
+    def launch(self, state: State, forward: nn.Module, batch: AnyBatch, lr: float) -> PendingStep:
         """Train on one batch without waiting for the device; a step that diverged changes no weights.
 
         On a GPU nothing here synchronises, so that the next step can be queued before this one is done. Otherwise a
         step that diverged raises `Diverged` here.
         """
         number = state.progress.step
+        self.learner.before_step(number)
         numbers = self._gradients(state, forward, batch)
+        self.learner.before_update(state.model, number)
         set_learning_rate(state.optimizer, lr)
         if self.runs_ahead and can_skip_step(state.optimizer) and not state.scaler.is_enabled():
             # Copied before the update, so that it arrives early.
@@ -146,13 +149,14 @@ class Stepper(NamedTuple):
             pending.read()
             state.scaler.step(state.optimizer)
             state.scaler.update()
+        self.learner.after_update(state.model, number, self.ranks)
         self.ranks.average_buffers(state.model)
         state.progress.step += 1
         if state.average is not None:
             state.average.update(state.model, state.progress.step)
         return pending if pending.ready is None else pending._replace(done=_record_event(self.device))
 
-    def _gradients(self, state: State, forward: nn.Module, batch: Batch) -> Tensor:
+    def _gradients(self, state: State, forward: nn.Module, batch: AnyBatch) -> Tensor:
         """Accumulate the gradients of a batch and clip them; return `PendingStep.numbers`."""
         number, micro_batches = state.progress.step, self.recipe.gradient_accumulation
         state.optimizer.zero_grad(set_to_none=True)
@@ -194,14 +198,21 @@ class Stepper(NamedTuple):
         pixels = self.preprocess.normalise(batch.pixels)
         return mix_pixels(pixels, batch.lam, batch.box) if self.mixed else pixels
 
-    def first_position(self, batch: Batch, step: int, micro_batch: int) -> int:
+    def inputs(self, batch: AnyBatch, first: int) -> tuple[Tensor, ...]:
+        """Return the arguments of the module for a micro-batch."""
+        if isinstance(batch, ViewBatch):
+            views = (self.preprocess.normalise(batch.globals), self.preprocess.normalise(batch.locals))
+            return self.learner.view_inputs(views, first)
+        return self.learner.inputs(self.pixels(batch), first)
+
+    def first_position(self, batch: AnyBatch, step: int, micro_batch: int) -> int:
         """Return the stream position of the first image of a micro-batch of this rank's `batch`."""
-        own, processes = len(batch.labels), self.ranks.processes
+        own, processes = len(batch.indices), self.ranks.processes
         start = (step * processes.size + processes.rank) * own
         return start + micro_batch * (own // self.recipe.gradient_accumulation)
 
-    def _forward(self, forward: nn.Module, batch: Batch, first: int) -> tuple[Tensor, Tensor]:
-        inputs = self.learner.inputs(self.pixels(batch), first)
+    def _forward(self, forward: nn.Module, batch: AnyBatch, first: int) -> tuple[Tensor, Tensor]:
+        inputs = self.inputs(batch, first)
         with autocast(self.device, self.precision):
             outputs = forward(*inputs)
         return self.learner.loss(outputs, batch)

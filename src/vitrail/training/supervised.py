@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.batches import Batch
 from vitrail.data.sources.source import Source
+from vitrail.data.views import AnyBatch
 from vitrail.models.vit import ViT
 from vitrail.tasks.metrics import HELD_OUT, TRAINING, Metrics
 from vitrail.tasks.task import Task, TrainingLoss
@@ -56,8 +57,9 @@ class Supervised(Learner):
         """Return the images."""
         return (pixels,)
 
-    def loss(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    def loss(self, outputs: Any, batch: AnyBatch) -> tuple[Tensor, Tensor]:
         """Compare the outputs with the labels."""
+        batch = cast("Batch", batch)  # views have no labels
         return self.task_loss(outputs, batch.labels, batch.lam if self.mixed else None)
 
     def validate(self, run: "TrainingRun") -> Validation:

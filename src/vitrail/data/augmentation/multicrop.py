@@ -19,6 +19,7 @@ from vitrail.data.augmentation.augment import (
     BLUR_RADIUS,
     Augmentation,
     AugmentationPlan,
+    Chance,
     Jitter,
     Range,
     bernoulli,
@@ -33,8 +34,24 @@ Area = Range
 """Smallest and largest area of a view, as fractions of the image's."""
 GLOBAL_VIEWS = 2
 JITTER = Jitter(brightness=0.4, contrast=0.4, saturation=0.2, hue=0.1)
-JITTER_CHANCE, GREY_CHANCE = 0.8, 0.2
 SOLARIZE_THRESHOLD = 128
+
+
+class ColourChances(NamedTuple):
+    """How likely each change of the colours is."""
+
+    jitter: float = 0.8
+    grey: float = 0.2
+    blur: float = 0.0
+    solarize: float = 0.0
+
+
+FIRST_GLOBAL, SECOND_GLOBAL, LOCAL = (
+    ColourChances(blur=1.0),
+    ColourChances(blur=0.1, solarize=0.2),
+    ColourChances(blur=0.5),
+)
+NO_COLOURS = ColourChances(jitter=0.0, grey=0.0)
 
 
 class MultiCrop(Frozen):
@@ -49,6 +66,11 @@ class MultiCrop(Frozen):
     local_area: Area = (0.05, 0.4)
     """Range of the area of local views, as a fraction of the image's."""
 
+    flip: Chance = 0.5
+    """Probability of a horizontal flip."""
+    colours: bool = True
+    """Whether views are jittered in colour, turned grey, blurred and solarised."""
+
     @model_validator(mode="after")
     def _areas_are_fractions(self) -> Self:
         check_area("global_area", self.global_area)
@@ -57,13 +79,17 @@ class MultiCrop(Frozen):
 
     def views(self, size: tuple[int, int]) -> tuple["View", ...]:
         """Return the distribution of every view, global ones first; `size` is that of global views."""
-        first = View("global view 0", size, self.global_area, blur=1.0, solarize=0.0)
-        second = View("global view 1", size, self.global_area, blur=0.1, solarize=0.2)
-        rest = (
-            View(f"local view {number}", self.local_size, self.local_area, blur=0.5, solarize=0.0)
-            for number in range(self.local_crops)
+        chances = (FIRST_GLOBAL, SECOND_GLOBAL, *(LOCAL,) * self.local_crops)
+        return tuple(
+            View(
+                f"global view {number}" if number < GLOBAL_VIEWS else f"local view {number - GLOBAL_VIEWS}",
+                size if number < GLOBAL_VIEWS else self.local_size,
+                self.global_area if number < GLOBAL_VIEWS else self.local_area,
+                self.flip,
+                chance if self.colours else NO_COLOURS,
+            )
+            for number, chance in enumerate(chances)
         )
-        return first, second, *rest
 
 
 class View(NamedTuple):
@@ -73,10 +99,9 @@ class View(NamedTuple):
     """The purpose of its draws."""
     size: tuple[int, int]
     area: tuple[float, float]
-    blur: float
-    """Probability of a Gaussian blur."""
-    solarize: float
-    """Probability of solarisation."""
+    flip: float
+    """Probability of a horizontal flip."""
+    chances: ColourChances
 
 
 class PlannedView(NamedTuple):
@@ -105,24 +130,25 @@ def plan_views(
 
 
 def _planned(view: View, height: int, width: int, generator: Generator) -> AugmentationPlan:
-    plan = augment.plan(_geometry(view.area), height, width, view.size, generator)
+    plan = augment.plan(_geometry(view.area, view.flip), height, width, view.size, generator)
     return plan._replace(operations=_drawn_operations(view, generator))
 
 
 @lru_cache(maxsize=16)  # two areas for millions of views
-def _geometry(area: tuple[float, float]) -> Augmentation:
-    return Augmentation(crop="inception", crop_area=area, interpolation="bicubic", flip=0.5)
+def _geometry(area: tuple[float, float], flip: float) -> Augmentation:
+    return Augmentation(crop="inception", crop_area=area, interpolation="bicubic", flip=flip)
 
 
 def _drawn_operations(view: View, generator: Generator) -> tuple[Operation, ...]:
     operations: list[Operation] = []
-    if bernoulli(JITTER_CHANCE, generator):
+    chances = view.chances
+    if bernoulli(chances.jitter, generator):
         operations += draw_jitter(JITTER, generator)
-    if bernoulli(GREY_CHANCE, generator):
+    if bernoulli(chances.grey, generator):
         operations.append(Operation("grey"))
-    if bernoulli(view.blur, generator):
+    if bernoulli(chances.blur, generator):
         operations.append(Operation("blur", (between(generator, *BLUR_RADIUS),)))
-    if bernoulli(view.solarize, generator):
+    if bernoulli(chances.solarize, generator):
         operations.append(Operation("solarize", (SOLARIZE_THRESHOLD,)))
     return tuple(operations)
 

@@ -22,6 +22,16 @@ from vitrail.training.plan import (
     steps_per_epoch_text,
     written_model,
 )
+from vitrail.training.pretraining.dino_defaults import (
+    DINO_LR,
+    LEAST_DINO_LR,
+    MODEL,
+    NO_AUGMENTATION,
+    check_dino_recipe,
+    dino_data,
+    dino_momenta,
+    dino_settings,
+)
 from vitrail.training.pretraining.distill import check_distill
 from vitrail.training.pretraining.mae import MaeSettings, check_mae
 from vitrail.training.pretraining.masked_patches import check_masked_patches
@@ -42,6 +52,8 @@ def resolve_pretraining(
         raise ConfigError("pretraining starts from random weights; leave out --from")
     if recipe.mixing is not None and recipe.mixing.on:
         raise ConfigError("pretraining does not mix images; leave out mixing")
+    if recipe.dino is not None:
+        check_dino_recipe(recipe)
     defaults: list[ResolvedDefault] = []
     model = _model(recipe, facts, defaults)
     half = (0.5,) * model.channels
@@ -52,16 +64,19 @@ def resolve_pretraining(
     if recipe.distill is not None and teacher is not None:
         check_distill(model, recipe.distill, teacher)
     mae = None if recipe.mae is None else _with_decoder(recipe.mae, model, defaults)
+    dino = None if recipe.dino is None else dino_settings(recipe.dino, facts, model, defaults)
     batch = recipe.batch if isinstance(recipe.batch, int) else _batch(recipe, facts, defaults)
     epochs = recipe.epochs
     if epochs is None and recipe.steps is None:
         epochs = _epochs(facts, defaults)
     lr = recipe.optimizer.lr
     if lr is None:
-        lr = max(LEAST_LR, BASE_LR * batch / BASE_BATCH)
-        why = f"the paper's, scaled to a batch of {batch}" if lr > LEAST_LR else "usual for small batches"
+        base, least = (BASE_LR, LEAST_LR) if dino is None else (DINO_LR, LEAST_DINO_LR)
+        lr = max(least, base * batch / BASE_BATCH)
+        why = f"the paper's, scaled to a batch of {batch}" if lr > least else "usual for small batches"
         defaults.append(ResolvedDefault("optimizer.lr", lr, why))
-    augmentation = _augmentation(facts, recipe, defaults) if recipe.augmentation is None else recipe.augmentation
+    augmentation = recipe.augmentation or (_augmentation(facts, recipe, defaults) if dino is None else NO_AUGMENTATION)
+    data = recipe.data if dino is None else dino_data(recipe.data, facts, defaults)
     if recipe.data.on_device:
         check_on_device(augmentation)
     resolved = recipe.replace(
@@ -73,8 +88,11 @@ def resolve_pretraining(
         mixing=Mixing(),
         criterion="loss",
         mae=mae,
+        data=data,
     )
     steps = steps_of(resolved, facts.images, batch)
+    if dino is not None:
+        resolved = resolved.replace(dino=dino_momenta(dino, steps, model, defaults))
     learning_rate(resolved.schedule, 0, steps, lr)  # raises if the schedule does not fit, before anything is written
     return TrainingPlan(
         resolved, model, preprocess, facts.classes, batch, steps, lr, augmentation, Mixing(), defaults, teacher
@@ -90,7 +108,10 @@ def _model(recipe: Recipe, facts: DataFacts, defaults: list[ResolvedDefault]) ->
     name = fields.pop("name", None)
     if name is not None:
         return variant_config(name).replace(**{**fields, "classes": 0})
-    return ViTConfig.model_validate({**_small_model(facts, fields, defaults), **fields, "classes": 0})
+    small = _small_model(facts, fields, defaults)
+    if recipe.dino is not None:
+        small |= MODEL
+    return ViTConfig.model_validate({**small, **fields, "classes": 0})
 
 
 def _small_model(facts: DataFacts, fields: dict[str, Any], defaults: list[ResolvedDefault]) -> dict[str, Any]:

@@ -56,9 +56,11 @@ class DinoSettings(Frozen):
     warmup_fraction: Fraction = 0.3
     """Fraction of the run in which the teacher's temperature changes linearly from the first to the second."""
     momentum: Fraction = 0.996
-    """How much of the teacher stays at the first step; it rises to 1 by a cosine over the run."""
+    """How much of the teacher stays at the first step; it rises to 1 by a cosine over the run. Unless a recipe sets it,
+    a run chooses it for its number of steps."""
     centre_momentum: Fraction = 0.9
-    """How much of the centre stays at every step."""
+    """How much of the centre stays at every step, but for the first ones, when it is the mean of all steps. Unless a
+    recipe sets it, a run chooses it for the `momentum`."""
     local_crops: Annotated[Count, Field(le=64)] = 6
     """Number of local views per image, next to the two global ones."""
     local_size: Pair | None = None
@@ -67,6 +69,10 @@ class DinoSettings(Frozen):
     """Range of the area of global views, as a fraction of the image's."""
     local_area: Area = (0.05, 0.4)
     """Range of the area of local views, as a fraction of the image's."""
+    flip: Fraction = 0.5
+    """Probability that a view is flipped horizontally."""
+    colours: bool = True
+    """Whether views are jittered in colour, turned grey, blurred and solarised."""
     freeze_last_layer: Fraction = 0.01
     """Fraction of the run in which the head's last layer does not train."""
 
@@ -82,7 +88,12 @@ class DinoSettings(Frozen):
         """Return how to crop the views for an encoder, whose image size is that of the global views."""
         size = self.size_of_local_views(config) if self.local_crops else config.image_size
         return MultiCrop(
-            local_crops=self.local_crops, local_size=size, global_area=self.global_area, local_area=self.local_area
+            local_crops=self.local_crops,
+            local_size=size,
+            global_area=self.global_area,
+            local_area=self.local_area,
+            flip=self.flip,
+            colours=self.colours,
         )
 
     def size_of_local_views(self, config: ViTConfig) -> tuple[int, int]:
@@ -107,6 +118,31 @@ class DinoSettings(Frozen):
 
 
 # ── schedules ──
+
+
+def momentum_for(steps: int) -> float:
+    """Return a momentum for a run of `steps`: the teacher averages the student over at most a quarter of the run.
+
+    The paper's 0.996 averages over 250 steps; in a run of 500 steps such a teacher would hardly leave its random start.
+    """
+    return min(0.996, max(0.9, 1 - 4 / max(1, steps)))
+
+
+def centre_momentum_for(momentum: float) -> float:
+    """Return a momentum of the centre: it follows fifty times as fast as the teacher, or at once.
+
+    A slower centre lags behind the part of the outputs that all images share; the student then learns that part, and
+    the outputs become equal for all images.
+    """
+    return min(0.9, max(0.0, 1 - 50 * (1 - momentum)))
+
+
+def centre_momentum_at(settings: DinoSettings, step: int) -> float:
+    """Return how much of the centre stays after step `step` (0-based): at first it is the plain mean of all steps.
+
+    A centre that starts from 0 lags behind what all images share, which the student would learn first.
+    """
+    return min(settings.centre_momentum, step / (step + 1))
 
 
 def teacher_momentum(settings: DinoSettings, step: int, steps: int) -> float:
@@ -162,14 +198,17 @@ def _precise(outputs: Tensor) -> Tensor:
 class DinoHead(nn.Module):
     """The projection head: three layers with GELU, L2 normalisation, and a cosine similarity to each prototype."""
 
-    def __init__(self, width: int, settings: DinoSettings) -> None:
+    def __init__(
+        self, width: int, settings: DinoSettings, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(width, settings.hidden)
-        self.fc2 = nn.Linear(settings.hidden, settings.hidden)
-        self.fc3 = nn.Linear(settings.hidden, settings.bottleneck)
-        self.last_layer = nn.Linear(settings.bottleneck, settings.prototypes, bias=False)
+        hidden, bottleneck = settings.hidden, settings.bottleneck
+        self.fc1 = nn.Linear(width, hidden, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(hidden, hidden, device=device, dtype=dtype)
+        self.fc3 = nn.Linear(hidden, bottleneck, device=device, dtype=dtype)
+        self.last_layer = nn.Linear(bottleneck, settings.prototypes, bias=False, device=device, dtype=dtype)
         for layer in (self.fc1, self.fc2, self.fc3):
-            nn.init.trunc_normal_(layer.weight, std=0.02)
+            nn.init.normal_(layer.weight, std=0.02)  # the paper truncates it at 100 standard deviations
             nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -199,17 +238,23 @@ class Dino(nn.Module):
 
     def __init__(self, encoder: ViT, settings: DinoSettings) -> None:
         super().__init__()
-        config = encoder.config
-        _check_encoder(config)
+        config, like = encoder.config, next(encoder.parameters())
+        check_dino(config, settings)
         local_size = settings.size_of_local_views(config) if settings.local_crops else None
         self.settings = settings
         self.encoder = encoder
-        self.head = DinoHead(config.pooled_width, settings)
-        self.teacher = copy.deepcopy(encoder).requires_grad_(False)
-        self.teacher_head = copy.deepcopy(self.head).requires_grad_(False)
-        self.register_buffer("centre", torch.zeros(settings.prototypes))
-        self.at_local_size = None if local_size is None else ResampledForward(config, local_size)
-        self.to(next(encoder.parameters()))  # what is new, to the encoder's device and dtype
+        self.head = DinoHead(config.pooled_width, settings, like.device, like.dtype)
+        with like.device:
+            self.teacher = ViT(config)
+        if like.dtype != torch.get_default_dtype():
+            self.teacher.to(like.dtype)
+        self.teacher_head = DinoHead(config.pooled_width, settings, like.device, like.dtype)
+        # Loaded and not deep-copied, which the memory forecast's fake tensors do not support.
+        for teacher, student in ((self.teacher, encoder), (self.teacher_head, self.head)):
+            teacher.load_state_dict(student.state_dict())
+            teacher.requires_grad_(False)
+        self.register_buffer("centre", torch.zeros(settings.prototypes, device=like.device, dtype=like.dtype))
+        self.at_local_size = None if local_size is None else ResampledForward(config, local_size).to(like)
         self.train(encoder.training)
 
     def train(self, mode: bool = True) -> Self:
@@ -232,6 +277,13 @@ class Dino(nn.Module):
         loss = dino_loss(student, teacher, self.centre, self.settings.student_temperature, teacher_temperature)
         return DinoOutput(loss, _precise(teacher).mean(dim=(0, 1)))
 
+    @torch.no_grad()
+    def target_entropy(self, global_views: Tensor, teacher_temperature: Tensor | float) -> Tensor:
+        """Return the mean entropy of the teacher's outputs, in nats; log K if they are uniform, so teach nothing."""
+        outputs = _precise(self.teacher_head(self.teacher(global_views.flatten(0, 1))))
+        log_targets = ((outputs - self.centre) / teacher_temperature).log_softmax(dim=-1)
+        return -(log_targets.exp() * log_targets).sum(dim=-1).mean()
+
     def before_step(self, step: int, steps: int) -> None:
         """Drop the gradient of the head's last layer while it is frozen; call it before the optimizer's step."""
         if last_layer_frozen(self.settings, step, steps):
@@ -244,7 +296,7 @@ class Dino(nn.Module):
         `teacher_mean` is the mean over the whole batch: the caller averages it over micro-batches, and all-reduces it
         over ranks, or the centres of the ranks diverge.
         """
-        keep = self.settings.centre_momentum
+        keep = centre_momentum_at(self.settings, step)
         self.centre.mul_(keep).add_(teacher_mean, alpha=1 - keep)
         momentum = teacher_momentum(self.settings, step, steps)
         for student, teacher in ((self.encoder, self.teacher), (self.head, self.teacher_head)):
@@ -275,7 +327,8 @@ def _move_towards(teacher: nn.Module, student: nn.Module, weight: float) -> None
     torch._foreach_lerp_(averages, values, weight)
 
 
-def _check_encoder(config: ViTConfig) -> None:
+def check_dino(config: ViTConfig, settings: DinoSettings) -> None:
+    """Raise a `ConfigError` if DINO cannot train this encoder."""
     if not config.depth:
         raise ConfigError("DINO trains a ViT, but this model is a ResNet without blocks (depth = 0); choose a ViT")
     if config.pool == "none":
@@ -285,6 +338,7 @@ def _check_encoder(config: ViTConfig) -> None:
             f"DINO has its own head, but this model has one for {config.classes} classes; build it with classes=0, or "
             f"call reset_head(0)"
         )
+    settings.crops(config)
 
 
 def _check_views(global_views: Tensor, local_views: Tensor, settings: DinoSettings) -> None:

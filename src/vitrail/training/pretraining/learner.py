@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.batches import Batch
+from vitrail.data.views import AnyBatch
 from vitrail.errors import Diverged
 from vitrail.metrics.features import feature_diversity
 from vitrail.metrics.neighbours import leave_one_out
@@ -25,6 +26,8 @@ from vitrail.training.pretraining.previews import Reconstructs, Rows, patch_feat
 if TYPE_CHECKING:
     from vitrail.training.run import TrainingRun
 
+NEIGHBOURS = 20
+"""Neighbours that vote for a class; fewer if there are few images."""
 LEAST_SPREAD = 0.01
 """Features whose spread, times the root of their width, is below this have collapsed: it is 1 if they are random."""
 
@@ -50,9 +53,9 @@ class Pretraining(Learner):
         """Return images and noise, which chooses the masked patches."""
         return pixels, self._noise(first, pixels, "masks")
 
-    def loss(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    def loss(self, outputs: Any, batch: AnyBatch) -> tuple[Tensor, Tensor]:
         """Return the module's loss."""
-        return outputs, outputs.detach() * len(batch.labels)
+        return outputs, outputs.detach() * len(batch.indices)
 
     def validate(self, run: "TrainingRun") -> Validation:
         """Compute loss and features on the validation split; raise if the features have collapsed."""
@@ -97,15 +100,14 @@ class Pretraining(Learner):
 
         write_preview(run, draw)
 
-    def _validation_loss(self, module: nn.Module, pixels: Tensor, batch: Batch) -> Tensor:
-        """Return the loss of validation images, with the same masks every time."""
-        loss: Tensor = module(pixels, self._noise(int(batch.indices[0]), pixels, "validation masks"))
-        return loss
-
     def _noise(self, first: int, pixels: Tensor, purpose: str) -> Tensor:
         shape = (self.plan.model.patches, *self._method.draws)
         drawn = uniform(self.plan.recipe.seed, purpose, first, len(pixels), math.prod(shape), pixels.device)
         return drawn.view(len(pixels), *shape)
+
+    def _validation(self, run: "TrainingRun", module: nn.Module, pixels: Tensor, batch: Batch) -> dict[str, Tensor]:  # noqa: ARG002
+        """Return the mean metrics of a validation batch by key; `pixels`: its normalised images."""
+        return {"val_loss": module(pixels, self._noise(int(batch.indices[0]), pixels, "validation masks"))}
 
     @property
     def _method(self) -> Method:
@@ -115,7 +117,7 @@ class Pretraining(Learner):
     def _measured(self, run: "TrainingRun", module: nn.Module) -> tuple[dict[str, float], int]:
         """Return the loss on the validation split, with the same masks every time, and properties of the features."""
         context, preprocess = run.job.context, run.plan.preprocess
-        losses: list[Tensor] = []
+        sums: list[dict[str, Tensor]] = []
         features: list[Tensor] = []
         labels: list[Tensor] = []
         with eval_mode(module):
@@ -125,15 +127,27 @@ class Pretraining(Learner):
                 moved = batch.to(context.device)
                 pixels = preprocess.normalise(moved.pixels)
                 with autocast(context.device, context.precision):
-                    losses.append(self._validation_loss(module, pixels, moved).float() * len(pixels))
+                    found = self._validation(run, module, pixels, moved)
+                    sums.append({name: value.float() * len(pixels) for name, value in found.items()})
                     features.append(self.kept(module)(pixels).float())
                 labels.append(batch.labels)
-        own = torch.cat(features).cpu(), torch.cat(labels).cpu(), torch.stack(losses).sum().cpu()
-        gathered = context.ranks.all_gather(own)
-        pooled, known = (torch.cat([part[index] for part in gathered]) for index in (0, 1))
-        loss = float(sum(part[2] for part in gathered)) / len(pooled)
+        gathered = context.ranks.all_gather((torch.cat(features).cpu(), torch.cat(labels).cpu(), _added(sums)))
+        pooled, known = torch.cat([part[0] for part in gathered]), torch.cat([part[1] for part in gathered])
+        means = {name: total / len(pooled) for name, total in _added([part[2] for part in gathered]).items()}
         diversity = feature_diversity(pooled)
-        metrics = {"val_loss": loss, "val_rank": diversity.rank, "val_spread": diversity.spread}
+        metrics = {
+            **{name: float(mean) for name, mean in means.items()},
+            "val_rank": diversity.rank,
+            "val_spread": diversity.spread,
+        }
         if self.labelled and len(pooled) > 1:
-            metrics["val_knn"] = leave_one_out(pooled, known, len(run.validation_source.classes))
+            classes = len(run.validation_source.classes)
+            # With more neighbours than images of a class, most votes would be for other classes.
+            neighbours = min(NEIGHBOURS, max(1, len(pooled) // (2 * classes)))
+            metrics["val_knn"] = leave_one_out(pooled, known, classes, k=neighbours)
         return metrics, len(pooled)
+
+
+def _added(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Add up the values of each key."""
+    return {name: torch.stack([part[name].cpu() for part in parts]).sum() for name in parts[0]}

@@ -33,6 +33,7 @@ from vitrail.training.pretraining.masking import (
     encode,
     rank_patches,
     reconstruction,
+    without_pooling,
 )
 
 
@@ -83,7 +84,7 @@ class MaskedAutoencoder(nn.Module):
         check_mae(encoder.config, settings)
         like = next(encoder.parameters())
         self.settings = settings
-        self.encoder = encoder
+        self.encoder = without_pooling(encoder)
         with like.device:
             self.decoder = Decoder(encoder.config, settings)
         if like.dtype != torch.get_default_dtype():  # moving fake tensors, as a forecast has them, is an error

@@ -31,6 +31,7 @@ from vitrail.training.pretraining.masking import (
     encode,
     rank_patches,
     reconstruction,
+    without_pooling,
 )
 
 REPLACED, SWAPPED = 0.8, 0.1
@@ -92,7 +93,7 @@ class MaskedPatchPrediction(nn.Module):
         config, like = encoder.config, next(encoder.parameters())
         check_masked_patches(config, settings, mean, std)
         self.settings = settings
-        self.encoder = encoder
+        self.encoder = without_pooling(encoder)
         self.mask_token = nn.Parameter(torch.empty(1, 1, config.width, device=like.device, dtype=like.dtype))
         self.pred = nn.Linear(config.width, _outputs(config, settings), device=like.device, dtype=like.dtype)
         for name, values in (("mean", mean), ("std", std)):

@@ -67,6 +67,14 @@ def encode(encoder: ViT, tokens: Tensor, positions: TokenPositions) -> Tensor:
     return cast("Tensor", encoder.fc_norm(encoder.norm(tokens)))  # at most one of them is not the identity
 
 
+def without_pooling(encoder: ViT) -> ViT:
+    """Freeze what only pools tokens: masked patches do not train it, and several ranks would wait for its gradients."""
+    for module in (encoder.attn_pool, encoder.pre_logits):
+        if module is not None:
+            module.requires_grad_(False)
+    return encoder
+
+
 def check_encoder(config: ViTConfig, method: str, masked: int) -> None:
     """Raise a `ConfigError` if no method can mask `masked` patches of images for this encoder."""
     if not config.depth:

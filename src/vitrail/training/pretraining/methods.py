@@ -7,6 +7,7 @@ from torch import nn
 
 from vitrail.models.vit import ViT
 from vitrail.training.plan import TrainingPlan
+from vitrail.training.pretraining.dino import Dino, DinoSettings
 from vitrail.training.pretraining.distill import DistillSettings, FeatureStudent
 from vitrail.training.pretraining.mae import MaeSettings, MaskedAutoencoder
 from vitrail.training.pretraining.masked_patches import MaskedPatchesSettings, MaskedPatchPrediction
@@ -38,8 +39,13 @@ def _distill(model: ViT, plan: TrainingPlan) -> nn.Module:
     return FeatureStudent(model, plan.recipe.distill or DistillSettings(), teacher.bundle.model.config)
 
 
+def _dino(model: ViT, plan: TrainingPlan) -> nn.Module:
+    return Dino(model, plan.recipe.dino or DinoSettings())
+
+
 METHODS = {
     "mae": Method(_mae, reconstructs=True),
     "masked_patches": Method(_masked_patches, (3,), reconstructs=True),
+    "dino": Method(_dino),
     "distill": Method(_distill),
 }

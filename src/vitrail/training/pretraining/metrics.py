@@ -14,7 +14,9 @@ LOSS = MetricSpec(
     key="val_loss",
     explanation="of the method, on images that were not trained on; only comparable with the same settings",
 )
-KNN = MetricSpec("kNN accuracy", key="val_knn", explanation="20 nearest neighbours in feature space, leave-one-out")
+KNN = MetricSpec(
+    "kNN accuracy", key="val_knn", explanation="up to 20 nearest neighbours in feature space, leave-one-out"
+)
 SPREAD = MetricSpec(
     "spread",
     unit="number",

@@ -1,0 +1,84 @@
+"""Resolve what a DINO recipe leaves unset: the model's features, views, head, temperature and momentum."""
+
+import math
+from typing import Any
+
+from vitrail.data.augmentation.augment import Augmentation
+from vitrail.errors import ConfigError
+from vitrail.models.config import ViTConfig
+from vitrail.training.plan import SMALL_SIDE, TINY_SIDE, DataFacts, ResolvedDefault
+from vitrail.training.pretraining.dino import DinoSettings, centre_momentum_for, check_dino, momentum_for
+from vitrail.training.recipe import DataSettings, Recipe
+
+DINO_LR = 5e-4
+"""The paper's learning rate, for a batch of 256; it grows in proportion to the batch."""
+LEAST_DINO_LR = 2e-4
+"""For small batches. Higher ones made the features of the digits worse (benchmarks/LOG.md)."""
+MODEL = {"class_token": "first", "pool": "cls", "final_norm": "before_pool", "init": "paper"}
+"""The paper's features, and an initialisation whose features already differ between images."""
+NO_AUGMENTATION = Augmentation(crop="none", flip=0.0)
+"""Of whole images; DINO makes its own views of them."""
+
+
+def check_dino_recipe(recipe: Recipe) -> None:
+    """Raise for settings that do not go with DINO."""
+    if recipe.augmentation not in (None, NO_AUGMENTATION):
+        raise ConfigError("DINO makes its own views; leave out augmentation, and use dino.global_area, dino.local_area")
+    if recipe.averaging.on:
+        raise ConfigError(
+            f"averaging.kind is {recipe.averaging.kind!r}, but DINO keeps its teacher, which is an average already; "
+            f"leave out averaging"
+        )
+
+
+def dino_data(data: DataSettings, facts: DataFacts, defaults: list[ResolvedDefault]) -> DataSettings:
+    """Return where small images are kept: on the device, which makes the views of a whole batch at once."""
+    if "on_device" in data.model_fields_set or facts.side > SMALL_SIDE:
+        return data
+    defaults.append(ResolvedDefault("data.on_device", True, "small images: views are made for whole batches"))
+    return data.replace(on_device=True)
+
+
+def dino_settings(
+    settings: DinoSettings, facts: DataFacts, model: ViTConfig, defaults: list[ResolvedDefault]
+) -> DinoSettings:
+    """Return the settings with views, head and temperature for these images, unless the recipe sets them."""
+    chosen: dict[str, tuple[Any, str]] = {}
+    tiny = facts.side <= TINY_SIDE
+    if tiny or facts.grey:
+        chosen["flip"] = 0.0, "they may be letters"
+    if tiny:
+        chosen["colours"] = False, "blur and jitter leave too little of tiny images"
+        chosen["local_crops"] = 2, "few crops of tiny images differ"
+        chosen["global_area"] = (0.6, 1.0), "smaller crops of tiny images have little in common"
+        chosen["local_area"] = (0.3, 0.6), "same reason"
+        sharp = "views of tiny images agree less, and softer targets become uniform"
+        chosen["teacher_temperature"] = 0.02, sharp
+        chosen["warmup_teacher_temperature"] = 0.02, "same reason"
+    prototypes = 1 << max(6, min(12, math.ceil(math.log2(max(1, facts.images / 8)))))
+    chosen["prototypes"] = prototypes, f"about 8 of {facts.images:,} images for each"
+    if model.width < 192:
+        chosen["hidden"] = 4 * model.width, f"4 × the model's width {model.width}"
+        chosen["bottleneck"] = model.width, "the model's width"
+    return _with(settings, chosen, model, defaults)
+
+
+def dino_momenta(settings: DinoSettings, steps: int, model: ViTConfig, defaults: list[ResolvedDefault]) -> DinoSettings:
+    """Return the settings with momenta for a run of `steps`, unless the recipe sets them."""
+    momentum = settings.momentum if "momentum" in settings.model_fields_set else momentum_for(steps)
+    why = f"the teacher averages over at most a quarter of {steps:,} steps"
+    chosen = {
+        "momentum": (momentum, why),
+        "centre_momentum": (centre_momentum_for(momentum), "it has to be much faster than the teacher"),
+    }
+    return _with(settings, chosen, model, defaults)
+
+
+def _with(
+    settings: DinoSettings, chosen: dict[str, tuple[Any, str]], model: ViTConfig, defaults: list[ResolvedDefault]
+) -> DinoSettings:
+    free = {name: pair for name, pair in chosen.items() if name not in settings.model_fields_set}
+    defaults += [ResolvedDefault(f"dino.{name}", value, why) for name, (value, why) in free.items()]
+    resolved = settings.replace(**{name: value for name, (value, _) in free.items()})
+    check_dino(model, resolved)
+    return resolved
