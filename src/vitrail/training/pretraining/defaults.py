@@ -111,6 +111,8 @@ def _model(recipe: Recipe, facts: DataFacts, defaults: list[ResolvedDefault]) ->
     small = _small_model(facts, fields, defaults)
     if recipe.dino is not None:
         small |= MODEL
+    if recipe.mae is not None:
+        small["position"] = "sincos_2d"  # the paper's: what is learned from a quarter of the patches is noisy
     return ViTConfig.model_validate({**small, **fields, "classes": 0})
 
 
@@ -133,7 +135,7 @@ def _small_model(facts: DataFacts, fields: dict[str, Any], defaults: list[Resolv
         "class_token": "none",
         "pool": "mean",
         "final_norm": "after_pool",
-        "position": "learned_1d",  # which other libraries can open
+        "position": "learned_1d",
         "init": "timm",
     }
     reasons = {
