@@ -37,7 +37,7 @@ def test_sizes_and_range(channels: int) -> None:
 
 def test_a_whole_image_without_colours_stays_unchanged() -> None:
     pixels = torch.rand(2, 3, 16, 16)
-    crops = MultiCrop(local_size=(8, 8), local_crops=0, global_area=(1.0, 1.0), flip=0.0, colours=False)
+    crops = MultiCrop(local_size=(8, 8), local_crops=0, global_area=(1.0, 1.0), flip=0.0, colours="none")
     drawn = torch.full((2, 2 * DRAWS), 0.5)
     drawn.view(2, 2, DRAWS)[..., 1] = np.log(4 / 3) / (np.log(4 / 3) - np.log(3 / 4))  # a ratio of 1
     large, small = device_views(pixels, drawn, crops)
@@ -49,7 +49,7 @@ def test_a_whole_image_without_colours_stays_unchanged() -> None:
 
 def test_a_uniform_image_keeps_its_value_unless_colours_change_it() -> None:
     pixels, drawn = torch.full((3, 3, 16, 16), 0.25), torch.rand(3, 5 * DRAWS)
-    plain = device_views(pixels, drawn, CROPS.replace(colours=False))
+    plain = device_views(pixels, drawn, CROPS.replace(colours="none"))
     assert all((views - 0.25).abs().max() < 1e-5 for views in plain)
     coloured = device_views(pixels, drawn, CROPS)
     for views in coloured:  # jitter changes the value, but a uniform image stays uniform

@@ -65,9 +65,9 @@ def test_the_loss_falls_and_the_features_are_watched(straight: tuple[str, vitrai
     method, run = straight
     losses = [row["loss"] for row in rows(run.folder) if "loss" in row]
     assert len(losses) == 12
-    # DINO's targets change with the teacher and its centre, so its loss does not fall in the first steps.
-    assert method == "dino" or losses[-1] < losses[0]
     assert np.isfinite(losses).all()
+    if method != "dino":  # its targets change in the first steps; test_dino_learner.py trains longer
+        assert losses[-1] < losses[0]
     checks = [row for row in rows(run.folder) if "val_loss" in row]
     assert [row["best"] for row in checks] == [6, 12]  # the last one is kept, whatever its loss
     assert checks[-1].keys() >= {"val_knn", "val_rank", "val_spread"}
@@ -262,8 +262,14 @@ def test_collapsed_features_stop_the_run(tmp_path: Path, monkeypatch: pytest.Mon
         (["--set", "model.patch_size=8"], "patch"),
         (["--set", "mae.mask_ratio=1"], "mask_ratio"),
         (["--set", "mixing.mixup=0.2"], "pretraining does not mix images; leave out mixing"),
-        (["--method", "dino", "--set", "model.patch_size=4"], "make local views of 1×1 patches, but DINO needs 2×2"),
-        (["--method", "dino", "--set", "dino.local_size=3"], "which patches of 2×2 do not fill"),
+        (
+            ["--method", "dino", "--set", "model.patch_size=4", "--set", "dino.local_crops=2"],
+            "make local views of 1×1 patches, but DINO needs 2×2",
+        ),
+        (
+            ["--method", "dino", "--set", "dino.local_size=3", "--set", "dino.local_crops=2"],
+            "which patches of 2×2 do not fill",
+        ),
         (["--method", "dino", "--set", "model.pool=none"], "DINO needs one vector per image"),
         (["--method", "dino", "--set", "augmentation.flip=0.5"], "DINO makes its own views; leave out augmentation"),
         (["--method", "dino", "--set", "averaging.kind=ema"], "which is an average already"),

@@ -37,12 +37,12 @@ def device_views(pixels: Tensor, drawn: Tensor, crops: MultiCrop) -> tuple[Tenso
     size = (pixels.shape[2], pixels.shape[3])
     views = crops.views(size)
     numbers = drawn.unflatten(1, (len(views), DRAWS))
-    large = _made(pixels, numbers[:, :GLOBAL_VIEWS], views[:GLOBAL_VIEWS], size, crops.colours)
-    small = _made(pixels, numbers[:, GLOBAL_VIEWS:], views[GLOBAL_VIEWS:], crops.local_size, crops.colours)
+    large = _made(pixels, numbers[:, :GLOBAL_VIEWS], views[:GLOBAL_VIEWS], size)
+    small = _made(pixels, numbers[:, GLOBAL_VIEWS:], views[GLOBAL_VIEWS:], crops.local_size)
     return large, small
 
 
-def _made(pixels: Tensor, numbers: Tensor, views: Sequence[View], size: tuple[int, int], colours: bool) -> Tensor:
+def _made(pixels: Tensor, numbers: Tensor, views: Sequence[View], size: tuple[int, int]) -> Tensor:
     if not views:
         return pixels.new_zeros(len(pixels), 0, pixels.shape[1], *size)
     area, ratio, top, left, flip = numbers[..., :5].unbind(-1)
@@ -58,7 +58,7 @@ def _made(pixels: Tensor, numbers: Tensor, views: Sequence[View], size: tuple[in
     flipped = flip < _column([view.flip for view in views], pixels)
     columns = torch.where(flipped[..., None, None], columns.flip(-2), columns)
     made = torch.einsum("bvhy,bcyx,bvwx->bvchw", rows, pixels, columns).clamp(0, 1)
-    return _coloured(made, numbers[..., 5:], views) if colours else made
+    return _coloured(made, numbers[..., 5:], views) if any(any(view.chances) for view in views) else made
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
@@ -103,7 +103,9 @@ def _coloured(made: Tensor, numbers: Tensor, views: Sequence[View]) -> Tensor:
     made = torch.where(happens[0], _jittered(made, factors, JITTER.hue * (2 * hue - 1)), made)
     if made.shape[2] == 3:
         made = torch.where(happens[1], _luma(made), made)
-    made = torch.where(happens[2], _blurred(made, BLUR_RADIUS[0] + (BLUR_RADIUS[1] - BLUR_RADIUS[0]) * radius), made)
+    if any(view.chances.blur for view in views):
+        radius = BLUR_RADIUS[0] + (BLUR_RADIUS[1] - BLUR_RADIUS[0]) * radius
+        made = torch.where(happens[2], _blurred(made, radius), made)
     return torch.where(happens[3] & (made >= SOLARIZE_THRESHOLD / 255), 1 - made, made)
 
 

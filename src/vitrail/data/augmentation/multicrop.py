@@ -6,7 +6,7 @@ random generator, so no view changes with the number of the others.
 
 from collections.abc import Sequence as Many
 from functools import lru_cache
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.random import Generator
@@ -32,6 +32,7 @@ from vitrail.schema import Count, Frozen, Pair
 
 Area = Range
 """Smallest and largest area of a view, as fractions of the image's."""
+Colours = Literal["full", "jitter", "none"]
 GLOBAL_VIEWS = 2
 JITTER = Jitter(brightness=0.4, contrast=0.4, saturation=0.2, hue=0.1)
 SOLARIZE_THRESHOLD = 128
@@ -68,8 +69,9 @@ class MultiCrop(Frozen):
 
     flip: Chance = 0.5
     """Probability of a horizontal flip."""
-    colours: bool = True
-    """Whether views are jittered in colour, turned grey, blurred and solarised."""
+    colours: Colours = "full"
+    """What changes the colours of views: `full` is colour jitter, grey, blur and solarisation; `jitter` leaves out blur
+    and solarisation, which destroy tiny images."""
 
     @model_validator(mode="after")
     def _areas_are_fractions(self) -> Self:
@@ -86,7 +88,7 @@ class MultiCrop(Frozen):
                 size if number < GLOBAL_VIEWS else self.local_size,
                 self.global_area if number < GLOBAL_VIEWS else self.local_area,
                 self.flip,
-                chance if self.colours else NO_COLOURS,
+                {"full": chance, "jitter": ColourChances(), "none": NO_COLOURS}[self.colours],
             )
             for number, chance in enumerate(chances)
         )

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from vitrail.data.augmentation.multicrop import GLOBAL_VIEWS, Area, MultiCrop, check_area
+from vitrail.data.augmentation.multicrop import GLOBAL_VIEWS, Area, Colours, MultiCrop, check_area
 from vitrail.errors import ConfigError, InputError
 from vitrail.models.config import ViTConfig
 from vitrail.models.resampled import ResampledForward
@@ -71,8 +71,9 @@ class DinoSettings(Frozen):
     """Range of the area of local views, as a fraction of the image's."""
     flip: Fraction = 0.5
     """Probability that a view is flipped horizontally."""
-    colours: bool = True
-    """Whether views are jittered in colour, turned grey, blurred and solarised."""
+    colours: Colours = "full"
+    """What changes the colours of views: `full` is colour jitter, grey, blur and solarisation; `jitter` leaves out the
+    last two, which destroy tiny images; `none` lets the student match views by their brightness."""
     freeze_last_layer: Fraction = 0.01
     """Fraction of the run in which the head's last layer does not train."""
 
@@ -121,11 +122,12 @@ class DinoSettings(Frozen):
 
 
 def momentum_for(steps: int) -> float:
-    """Return a momentum for a run of `steps`: the teacher averages the student over at most a quarter of the run.
+    """Return a momentum for a run of `steps`: the teacher averages the student over a tenth of a short run.
 
     The paper's 0.996 averages over 250 steps; in a run of 500 steps such a teacher would hardly leave its random start.
+    Below 0.99 it follows the student too closely to be a better model than it.
     """
-    return min(0.996, max(0.9, 1 - 4 / max(1, steps)))
+    return min(0.996, max(0.99, 1 - 10 / max(1, steps)))
 
 
 def centre_momentum_for(momentum: float) -> float:

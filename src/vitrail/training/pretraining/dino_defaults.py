@@ -12,7 +12,7 @@ from vitrail.training.recipe import DataSettings, Recipe
 
 DINO_LR = 5e-4
 """The paper's learning rate, for a batch of 256; it grows in proportion to the batch."""
-LEAST_DINO_LR = 2e-4
+LEAST_DINO_LR = 5e-4
 """For small batches. Higher ones made the features of the digits worse (benchmarks/LOG.md)."""
 MODEL = {"class_token": "first", "pool": "cls", "final_norm": "before_pool", "init": "paper"}
 """The paper's features, and an initialisation whose features already differ between images."""
@@ -48,15 +48,14 @@ def dino_settings(
     if tiny or facts.grey:
         chosen["flip"] = 0.0, "they may be letters"
     if tiny:
-        chosen["colours"] = False, "blur and jitter leave too little of tiny images"
-        chosen["local_crops"] = 2, "few crops of tiny images differ"
-        chosen["global_area"] = (0.6, 1.0), "smaller crops of tiny images have little in common"
-        chosen["local_area"] = (0.3, 0.6), "same reason"
+        chosen["colours"] = "jitter", "blur leaves too little of tiny images"
+        chosen["local_crops"] = 0, "small crops of tiny images show too little"
+        chosen["global_area"] = (0.7, 1.0), "smaller crops of tiny images have little in common"
         sharp = "views of tiny images agree less, and softer targets become uniform"
-        chosen["teacher_temperature"] = 0.02, sharp
-        chosen["warmup_teacher_temperature"] = 0.02, "same reason"
-    prototypes = 1 << max(6, min(12, math.ceil(math.log2(max(1, facts.images / 8)))))
-    chosen["prototypes"] = prototypes, f"about 8 of {facts.images:,} images for each"
+        chosen["teacher_temperature"] = 0.03, sharp
+        chosen["warmup_teacher_temperature"] = 0.03, "same reason"
+    prototypes = 1 << max(6, min(12, math.ceil(math.log2(max(1, facts.images / 2)))))
+    chosen["prototypes"] = prototypes, f"for {facts.images:,} images; the paper's 65536 are for a million"
     if model.width < 192:
         chosen["hidden"] = 4 * model.width, f"4 × the model's width {model.width}"
         chosen["bottleneck"] = model.width, "the model's width"
@@ -66,7 +65,7 @@ def dino_settings(
 def dino_momenta(settings: DinoSettings, steps: int, model: ViTConfig, defaults: list[ResolvedDefault]) -> DinoSettings:
     """Return the settings with momenta for a run of `steps`, unless the recipe sets them."""
     momentum = settings.momentum if "momentum" in settings.model_fields_set else momentum_for(steps)
-    why = f"the teacher averages over at most a quarter of {steps:,} steps"
+    why = f"the teacher averages over {1 / (1 - momentum):,.0f} of {steps:,} steps"
     chosen = {
         "momentum": (momentum, why),
         "centre_momentum": (centre_momentum_for(momentum), "it has to be much faster than the teacher"),
