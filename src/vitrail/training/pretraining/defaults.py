@@ -91,8 +91,8 @@ def resolve_pretraining(
         data=data,
     )
     steps = steps_of(resolved, facts.images, batch)
-    if dino is not None:
-        resolved = resolved.replace(dino=dino_momenta(dino, steps, model, defaults))
+    if dino is not None and recipe.dino is not None:
+        resolved = resolved.replace(dino=dino_momenta(dino, recipe.dino.model_fields_set, steps, defaults))
     learning_rate(resolved.schedule, 0, steps, lr)  # raises if the schedule does not fit, before anything is written
     return TrainingPlan(
         resolved, model, preprocess, facts.classes, batch, steps, lr, augmentation, Mixing(), defaults, teacher

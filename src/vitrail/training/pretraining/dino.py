@@ -127,7 +127,7 @@ def momentum_for(steps: int) -> float:
     The paper's 0.996 averages over 250 steps; in a run of 500 steps such a teacher would hardly leave its random start.
     Below 0.99 it follows the student too closely to be a better model than it.
     """
-    return min(0.996, max(0.99, 1 - 10 / max(1, steps)))
+    return round(min(0.996, max(0.99, 1 - 10 / max(1, steps))), 6)
 
 
 def centre_momentum_for(momentum: float) -> float:
@@ -136,7 +136,7 @@ def centre_momentum_for(momentum: float) -> float:
     A slower centre lags behind the part of the outputs that all images share; the student then learns that part, and
     the outputs become equal for all images.
     """
-    return min(0.9, max(0.0, 1 - 50 * (1 - momentum)))
+    return round(min(0.9, max(0.0, 1 - 50 * (1 - momentum))), 6)
 
 
 def centre_momentum_at(settings: DinoSettings, step: int) -> float:

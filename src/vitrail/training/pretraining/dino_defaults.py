@@ -1,6 +1,7 @@
 """Resolve what a DINO recipe leaves unset: the model's features, views, head, temperature and momentum."""
 
 import math
+from collections.abc import Set
 from typing import Any
 
 from vitrail.data.augmentation.augment import Augmentation
@@ -59,25 +60,26 @@ def dino_settings(
     if model.width < 192:
         chosen["hidden"] = 4 * model.width, f"4 × the model's width {model.width}"
         chosen["bottleneck"] = model.width, "the model's width"
-    return _with(settings, chosen, model, defaults)
+    resolved = _with(settings, settings.model_fields_set, chosen, defaults)
+    check_dino(model, resolved)
+    return resolved
 
 
-def dino_momenta(settings: DinoSettings, steps: int, model: ViTConfig, defaults: list[ResolvedDefault]) -> DinoSettings:
-    """Return the settings with momenta for a run of `steps`, unless the recipe sets them."""
-    momentum = settings.momentum if "momentum" in settings.model_fields_set else momentum_for(steps)
-    why = f"the teacher averages over {1 / (1 - momentum):,.0f} of {steps:,} steps"
+def dino_momenta(settings: DinoSettings, given: Set[str], steps: int, defaults: list[ResolvedDefault]) -> DinoSettings:
+    """Return the settings with momenta for a run of `steps`, unless they are among the `given` fields of the recipe."""
+    momentum = settings.momentum if "momentum" in given else momentum_for(steps)
+    why = f"the teacher averages over {1 / (1 - momentum):,.0f} of {steps:,} steps" if momentum < 1 else "as set"
     chosen = {
         "momentum": (momentum, why),
         "centre_momentum": (centre_momentum_for(momentum), "it has to be much faster than the teacher"),
     }
-    return _with(settings, chosen, model, defaults)
+    return _with(settings, given, chosen, defaults)
 
 
 def _with(
-    settings: DinoSettings, chosen: dict[str, tuple[Any, str]], model: ViTConfig, defaults: list[ResolvedDefault]
+    settings: DinoSettings, given: Set[str], chosen: dict[str, tuple[Any, str]], defaults: list[ResolvedDefault]
 ) -> DinoSettings:
-    free = {name: pair for name, pair in chosen.items() if name not in settings.model_fields_set}
+    """Return the settings with what was chosen, except the `given` fields; `replace` marks every field as set."""
+    free = {name: pair for name, pair in chosen.items() if name not in given}
     defaults += [ResolvedDefault(f"dino.{name}", value, why) for name, (value, why) in free.items()]
-    resolved = settings.replace(**{name: value for name, (value, _) in free.items()})
-    check_dino(model, resolved)
-    return resolved
+    return settings.replace(**{name: value for name, (value, _) in free.items()})
