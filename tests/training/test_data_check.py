@@ -88,7 +88,8 @@ def test_a_folder_is_prepared_once_and_compared_when_the_run_is_resumed(photos: 
     folder.mkdir()
     first = prepare_folder(folder, plan, splits, Origin(str(photos), ""))
     assert (first.check is not None, first.moved) == (True, ())
-    files = {"recipe.toml", "origin.json", "split.json", "check.json", "contents.index", "stamps.index", "samples"}
+    checked = {"check.json", "contents.index", "stamps.index", "samples"}
+    files = {"recipe.toml", "origin.json", "defaults.json", "split.json", *checked}
     assert {path.name for path in folder.iterdir()} == files
     again = prepare_folder(folder, plan, splits, Origin("elsewhere", ""))
     assert again.check is None
