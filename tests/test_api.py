@@ -149,6 +149,7 @@ def test_overrides_open_a_file_that_does_not_say_everything(folder: Path) -> Non
         vitrail.evaluate(bundle, "data", overrides=known)
 
 
+@pytest.mark.slow
 def test_list_models() -> None:
     models = vitrail.list_models()
     assert len(models) == 19

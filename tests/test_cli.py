@@ -98,6 +98,7 @@ def test_serve_lists_the_missing_packages_and_names_the_extra(
     )
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_not_an_error() -> None:
     done = subprocess.run(
         f"'{sys.executable}' -m vitrail models Ti/16 --json | head -n 1",
@@ -112,6 +113,7 @@ def test_a_closed_pipe_is_not_an_error() -> None:
 
 
 @pytest.mark.parametrize("words", [("models",), ("models", "Ti/16", "--json"), ("--help",)])
+@pytest.mark.slow
 def test_every_command_exits_quietly_when_its_reader_leaves(words: tuple[str, ...]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -123,6 +125,7 @@ def test_every_command_exits_quietly_when_its_reader_leaves(words: tuple[str, ..
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 @pytest.mark.parametrize("words", [("models",), ("models", "Ti/16", "--json")])
+@pytest.mark.slow
 def test_a_full_disk_behind_stdout_is_named(words: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "vitrail", *words]
     with open("/dev/full", "w") as full:

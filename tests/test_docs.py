@@ -65,8 +65,16 @@ def namespace(page: Path) -> Iterator[dict[str, object]]:
 
 # ── code ──
 
+SLOW = pytest.mark.slow
 
-@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=name_of)
+
+def pages_with_code() -> list[Any]:
+    """Only the README runs with the fast tests; together the other pages take a minute."""
+    pages = [page for page in PAGES if python_blocks(page)]
+    return [pytest.param(page, id=name_of(page), marks=SLOW if page.name != "README.md" else ()) for page in pages]
+
+
+@pytest.mark.parametrize("page", pages_with_code())
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with namespace(page) as names, contextlib.redirect_stdout(io.StringIO()):

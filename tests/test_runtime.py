@@ -125,6 +125,7 @@ def test_destroyed_groups_are_kept_alive() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_two_processes_form_a_group() -> None:
     code = (
         "import torch, torch.distributed as d\n"

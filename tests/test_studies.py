@@ -48,6 +48,7 @@ def model_of(file: CandidateFile, candidate: Candidate) -> vitrail.ViTConfig:
     return vitrail.ViTConfig.from_json(json.dumps({**recipe.model, "classes": 202}))
 
 
+@pytest.mark.slow
 def test_the_models_of_the_data_study_cost_alike() -> None:
     file = read_candidates(ROOT / "studies" / "data-size" / "sweep.toml")
     costs = [cost(model_of(file, candidate)).flops for candidate in file.candidates]
@@ -130,6 +131,7 @@ def test_shuffling_keeps_every_patch() -> None:
         assert patches == others
 
 
+@pytest.mark.slow
 def test_other_resolutions(sweep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolution, "SIZES", (8, 12))
     changes = ("compile=false", "data.on_device=false", "steps=1", "batch=32")

@@ -42,7 +42,7 @@ from vitrail.tasks.metrics import Metrics
 from vitrail.tasks.task import Prediction
 from vitrail.text import printable, printable_path
 from vitrail.training.candidate_results import CandidateSweep
-from vitrail.training.recipe import Recipe, check_supervised, default_recipe, pretraining_recipe, unknown_setting
+from vitrail.training.recipe import Recipe, unknown_setting
 from vitrail.training.sweep import Sweep, sweep
 from vitrail.training.train import Run
 from vitrail.training.train import train as train_run
@@ -126,7 +126,6 @@ def train(
     """
     for argument in unknown:
         raise unknown_setting(train, argument, unknown[argument])
-    check_supervised(recipe or default_recipe(pretrained), changes)
     run = train_run(
         data, recipe=recipe, changes=changes, pretrained=pretrained, overrides=overrides, keys=keys, teacher=teacher,
         folder=folder, device=device, workers=workers, quiet=quiet, evaluate_on=evaluate_on,
@@ -167,7 +166,7 @@ def pretrain(
     for argument in unknown:
         raise unknown_setting(pretrain, argument, unknown[argument])
     run = train_run(
-        images, recipe=pretraining_recipe(method, recipe, changes), teacher=teacher, folder=folder, device=device,
+        images, method=method, recipe=recipe, changes=changes, teacher=teacher, folder=folder, device=device,
         workers=workers, quiet=quiet,
     )  # fmt: skip
     return run if os.environ.get("RANK", "0") != "0" else _with_report(run, quiet=quiet)

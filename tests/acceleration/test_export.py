@@ -85,6 +85,7 @@ def test_onnx(onnx_file: Export, made: Bundle) -> None:
 @pytest.mark.parametrize(
     "kind", ["plain", pytest.param("sincos", marks=pytest.mark.slow), pytest.param("linear", marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_onnx_can_be_quantised(kind: str, tmp_path: Path) -> None:
     """ONNX Runtime's quantiser accepts the file, and the int8 model's outputs are close."""
     made = bundle(kind)

@@ -204,6 +204,7 @@ def test_kernels_that_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(configs())
+@pytest.mark.slow
 def test_a_path_computes_the_model_or_is_refused(config: ViTConfig) -> None:
     """A new option of the model fails here until every path knows it, or the planner refuses it."""
     model = scramble(ViT(config)).double().eval()

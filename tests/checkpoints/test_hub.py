@@ -123,6 +123,7 @@ def test_without_a_connection_there_is_one_error_line(command: str, tmp_path: Pa
     assert "pass the folder instead of the name" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_revision_and_timms_names(endpoint: str, tmp_path: Path) -> None:
     assert inspect(f"hf:org/vit@{COMMIT}", endpoint, tmp_path).returncode == 0
     timm = inspect("timm:vit_micro.tag", endpoint, tmp_path)

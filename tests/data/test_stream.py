@@ -63,6 +63,7 @@ def test_every_image_is_equally_likely_at_every_position() -> None:
         assert abs(frequency - 1200).max() < 5 * np.sqrt(4800 * 0.25 * 0.75)
 
 
+@pytest.mark.slow
 def test_shuffle_is_stable_across_processes_and_versions() -> None:
     """Raw Philox words are the same on every machine, so these numbers must never change."""
     code = "from vitrail.data.stream import shuffle; print(*shuffle(3, 1, 10))"

@@ -141,6 +141,7 @@ def resident() -> int:
         pytest.param("safetensors", 10_000, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_images(
     suffix: str, images: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

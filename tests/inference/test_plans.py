@@ -96,6 +96,7 @@ def test_features(hardware: Hardware, precision: Any, line: str, on: Plans) -> N
 
 
 @pytest.mark.parametrize(("kind", "line"), [("onnx", "ONNX Runtime, float32"), ("openvino", "OpenVINO, float32")])
+@pytest.mark.slow
 def test_other_runtimes(kind: str, line: str) -> None:
     pytest.importorskip("onnxruntime" if kind == "onnx" else "openvino")
     made = bundle()

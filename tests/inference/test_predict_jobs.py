@@ -272,6 +272,7 @@ def killed(tmp_path: Path, rows: int, kills: int, suffix: str) -> list[dict[str,
     return result
 
 
+@pytest.mark.slow
 def test_killed_three_times(tmp_path: Path) -> None:
     result = killed(tmp_path, 300, 3, ".jsonl")
     for row in result[25:]:

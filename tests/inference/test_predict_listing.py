@@ -275,6 +275,7 @@ class Endless(io.RawIOBase):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is read as Linux shows it")
+@pytest.mark.slow
 def test_a_million_paths_in_constant_memory() -> None:
     items = list_items(["-"], stdin=io.BufferedReader(Endless(1_000_000)))
     for _ in range(10_000):

@@ -78,6 +78,7 @@ def test_torchvision(size: int, images: list[Path], tmp_path: Path) -> None:
     compare(load(tmp_path / "vit.pth", heads=2), images, through(peer, transform, images), tmp_path / "rows.jsonl")
 
 
+@pytest.mark.slow
 def test_transformers(images: list[Path], tmp_path: Path) -> None:
     module = import_peer("transformers")
     labels = {number: f"kind {number}" for number in range(CLASSES)}

@@ -35,6 +35,7 @@ def accuracy(result: ProbeResult, method: str, setting: float | None = None) -> 
     return rows[0].mean
 
 
+@pytest.mark.slow
 def test_a_random_model_on_the_digits() -> None:
     result = vitrail.probe(bundle(), "digits", k=(1, 20), workers=0, device="cpu")
     assert [(row.method, row.setting) for row in result.rows[:-1]] == [

@@ -12,6 +12,8 @@ from vitrail import Run
 from vitrail.explanations.figures.figure import TEXT
 from vitrail.reports.report import report
 
+pytestmark = pytest.mark.slow
+
 PHONE, DESKTOP = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 
 

@@ -86,6 +86,7 @@ def test_endless_headers_time_out(running: Running) -> None:
     assert 0.5 < time.monotonic() - begun < 10
 
 
+@pytest.mark.slow
 def test_too_many_connections_get_503_at_once(running: Running) -> None:
     body = b"POST /v1/predict HTTP/1.1\r\nHost: HOST\r\nContent-Type: image/png\r\nContent-Length: 9\r\n"
     uploading = [connect(running, body + b"Expect: 100-continue\r\n\r\n") for _ in range(8)]

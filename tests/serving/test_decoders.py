@@ -54,6 +54,7 @@ def test_clients_and_their_requests_take_turns() -> None:
     assert list(turns) == ["x"]
 
 
+@pytest.mark.slow
 def test_a_slow_decoder_is_killed_and_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     hostile = jpeg_of_scans(5000)
     monkeypatch.setattr(structure, "JPEG_WORK", 2**40)
@@ -128,6 +129,7 @@ def test_headers_of_a_request_are_parsed_with_yields(monkeypatch: pytest.MonkeyP
     assert len(set(seen)) == 8
 
 
+@pytest.mark.slow
 def test_large_images_leave_a_decoder_free() -> None:
     large, small = png_of_zeros(4100), image()
 
@@ -176,6 +178,7 @@ def test_a_large_request_leaves_slots_for_others(bundle: Path) -> None:
     with_client(settings_for(bundle, queue=8), ask)
 
 
+@pytest.mark.slow
 def test_readiness_reports_a_backed_up_queue(bundle: Path) -> None:
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
         decoders = service._handler.decoders

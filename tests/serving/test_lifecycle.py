@@ -70,6 +70,7 @@ async def load(
     return outcomes, messages
 
 
+@pytest.mark.slow
 def test_reload_and_stop_under_load_lose_nothing(tmp_path: Path) -> None:
     bundle = save_tiny(tmp_path / "m")
     with server(str(bundle)) as running, httpx.Client(base_url=running.url, timeout=60) as client:
@@ -273,6 +274,7 @@ def test_a_port_in_use_and_a_missing_bundle_exit_2(
             assert "Traceback" not in output.err
 
 
+@pytest.mark.slow
 def test_it_starts_with_stdout_closed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "vitrail", "serve", str(save_tiny(tmp_path / "m")), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -453,6 +453,7 @@ def with_resnet(bundles: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
     }
 
 
+@pytest.mark.slow
 def test_a_resnet_is_shown_without_layers_and_heads(browser: Any, with_resnet: dict[str, Path]) -> None:
     with service(with_resnet) as address, visit(browser, DESKTOP) as seen:
         seen.open(f"{address}#model=resnet&layer=2&head=1")

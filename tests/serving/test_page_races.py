@@ -10,6 +10,8 @@ from tests.support.page_visit import DESKTOP, WAIT, Visit, image_file, service, 
 
 from vitrail import ViTConfig
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Visit]:

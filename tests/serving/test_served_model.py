@@ -124,6 +124,7 @@ def test_plans_are_logged_at_the_start_and_after_a_reload(tmp_path: Path, caplog
     assert all(PLAN.fullmatch(plan) for plan in plans_in(caplog))
 
 
+@pytest.mark.slow
 def test_other_engines_do_not_compute_features(opened: Open) -> None:
     original, abilities = bundle(), openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     served = opened(original, precision="bf16" if "BF16" in abilities else "float32", engine="openvino")

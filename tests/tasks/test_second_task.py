@@ -338,6 +338,7 @@ def test_it_explains(run: Run, images: Path) -> None:
         vitrail.explain(run.folder / "best", images / "0.png", target=5, device="cpu")
 
 
+@pytest.mark.slow
 def test_the_explorer_page_shows_no_classes(run: Run, images: Path) -> None:
     with (
         chromium() as browser,
@@ -422,6 +423,7 @@ def test_other_formats_lose_the_task(run: Run, tmp_path: Path) -> None:
 # ── the criterion ──
 
 
+@pytest.mark.slow
 def test_a_criterion_that_is_not_finite_selects_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     validation, given = Counting.validation, []
 

@@ -66,6 +66,7 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
+@pytest.mark.slow
 def test_a_sweep_prints_data_messages_once(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (photos / "dog" / "again.png").write_bytes((photos / "cat" / "0.png").read_bytes())
     done = sweep(

@@ -204,6 +204,7 @@ def test_the_table(
     assert "every seed draws its own" in shown.err
 
 
+@pytest.mark.slow
 def test_some_candidates_first(tmp_path: Path) -> None:
     content = {**CANDIDATES, "seeds": [0], "over": {}}
     first = compared(tmp_path / "sweep", content, only=["fixed"])
@@ -218,6 +219,7 @@ def test_some_candidates_first(tmp_path: Path) -> None:
         compared(tmp_path / "sweep", content, only=["plane"])
 
 
+@pytest.mark.slow
 def test_the_default_folder_is_found_by_the_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     content = {**CANDIDATES, "seeds": [0], "candidate": {"a": {"optimizer.lr": 0.1}, "b": {"optimizer.lr": 0.2}}}
@@ -227,6 +229,7 @@ def test_the_default_folder_is_found_by_the_candidates(tmp_path: Path, monkeypat
     assert [path.name[-6:] for path in (tmp_path / "runs").iterdir()] == ["-sweep"]
 
 
+@pytest.mark.slow
 def test_a_changed_candidate_is_refused(straight: CandidateSweep) -> None:
     changed = {**CANDIDATES, "candidate": {**CANDIDATES["candidate"], "fixed": {"model.depth": 3, "optimizer.lr": 0.1}}}
     with pytest.raises(ConfigError, match="holds a run with another recipe"):
@@ -241,6 +244,7 @@ def test_when_all_diverge(tmp_path: Path) -> None:
     assert record(tmp_path / "sweep")["candidates"][0]["diverged"] == ["wild/seed=0"]
 
 
+@pytest.mark.slow
 def test_without_a_test_split(tmp_path: Path) -> None:
     content = {**CANDIDATES, "seeds": [0], "over": {}, "candidate": {"a": {"optimizer.lr": 0.1}}}
     done = compared(tmp_path / "sweep", content, changes=["data.test=0.0"])

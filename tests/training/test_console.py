@@ -51,6 +51,7 @@ def printed(thing: object, width: int) -> list[str]:
 # ── notes ──
 
 
+@pytest.mark.slow
 def test_a_busy_cpu_is_noted_once_and_not_on_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -237,6 +238,7 @@ train("digits", changes={CHANGES!r}, folder={str(tmp_path / "run")!r}, device="c
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.slow
 def test_a_run_survives_curves_that_cannot_be_drawn(tmp_path: Path) -> None:
     (tmp_path / "run" / "curves.svg").mkdir(parents=True)
     (tmp_path / "run" / "tensorboard").write_text("in the way")
@@ -248,6 +250,7 @@ def test_a_run_survives_curves_that_cannot_be_drawn(tmp_path: Path) -> None:
     assert "held-out images" in log.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_the_result_says_how_long_this_session_waited_for_data(tmp_path: Path) -> None:
     def summary() -> str:
         run = train("digits", changes=CHANGES, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)

@@ -46,6 +46,7 @@ def rows_of(folder: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("criterion", CRITERIA)
+@pytest.mark.slow
 def test_the_best_checkpoint_is_best_by_the_criterion(criterion: str, uneven: Path, tmp_path: Path) -> None:
     changes = [*TINY, "epochs=4", "evaluations=8", "data.val=0.3", f"criterion={criterion}", "optimizer.lr=0.01"]
     run = train(uneven, changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)

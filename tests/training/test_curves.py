@@ -68,6 +68,7 @@ BOXES = """() => [...document.querySelectorAll("text")].map((text) => {
 })"""
 
 
+@pytest.mark.slow
 def test_no_text_overlaps_or_leaves_the_drawing(tmp_path: Path) -> None:
     with chromium() as browser:
         page = browser.new_page(viewport={"width": 1000, "height": 800})

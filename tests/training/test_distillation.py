@@ -305,6 +305,7 @@ def test_another_teacher_is_refused(straight: tuple[str, vitrail.Run]) -> None:
         vitrail.train("digits", changes=SMALL, folder=run.folder, device="cpu", quiet=True)
 
 
+@pytest.mark.slow
 def test_gradient_accumulation_changes_nothing(straight: tuple[str, vitrail.Run], folder: Path, tmp_path: Path) -> None:
     targets, run = straight
     trained(folder, tmp_path / "run", "gradient_accumulation=2", f"teacher.targets={targets}")

@@ -15,6 +15,7 @@ from vitrail.training.train import train
 SMALL = ("steps=2", "batch=16", "evaluations=1", "model.depth=1", "model.heads=1", "model.stem=conv", "compile=true")
 
 
+@pytest.mark.slow
 def test_every_model_of_a_sweep_is_compiled(tmp_path: Path) -> None:
     """torch compiles a function for eight kinds of input, and then falls back to eager."""
     torch.compiler.reset()  # compiled by other tests

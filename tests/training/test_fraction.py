@@ -169,6 +169,7 @@ def test_another_fraction_in_the_same_folder(tmp_path: Path) -> None:
         trained("digits", tmp_path / "run", "data.fraction=0.2", "epochs=1")
 
 
+@pytest.mark.slow
 def test_a_sweep_over_fractions_evaluates_the_same_images(tmp_path: Path) -> None:
     sweep = vitrail.sweep(
         "digits",

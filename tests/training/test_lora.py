@@ -211,6 +211,7 @@ def test_a_resumed_run_is_bit_identical(how: signal.Signals, straight: Path, tmp
         assert same(weights, load_file(straight / place / "model.safetensors"))
 
 
+@pytest.mark.slow
 def test_the_same_seed_trains_the_same(trained: Run, tmp_path: Path) -> None:
     torch.manual_seed(99)
     run(tmp_path / "again")

@@ -163,6 +163,7 @@ def test_errors_are_printed_once(changes: tuple[str, ...], words: str, tmp_path:
     assert "Traceback (most recent call last)" not in done.stderr.split("ChildFailedError")[0].split("elastic")[0]
 
 
+@pytest.mark.slow
 def test_communication_between_ranks(tmp_path: Path) -> None:
     """All checks in one pair of processes, because starting them is slow."""
     for part, each in (("train", 100), ("val", 4)):

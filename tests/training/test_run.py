@@ -95,6 +95,7 @@ def test_a_finished_run_changes_nothing(straight: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", ["1", pytest.param("3", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_workers_change_nothing(workers: str, straight: Path, tmp_path: Path) -> None:
     assert run(tmp_path / "run", "--workers", workers).returncode == 0
     assert same(weights(tmp_path / "run"), weights(straight))
@@ -528,6 +529,7 @@ def test_an_interrupted_rename_of_best_is_recovered(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
 
+@pytest.mark.slow
 def test_interrupted_just_before_early_stopping(tmp_path: Path) -> None:
     changes = [*TINY, "optimizer.lr=1e-12", "evaluations=10", "patience=2", "averaging.kind=none"]
     train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)

@@ -83,6 +83,7 @@ def test_only_the_selected_run_has_a_result(straight: Sweep) -> None:
     assert "selected on these images" not in straight.best.summary
 
 
+@pytest.mark.slow
 def test_ties_are_broken_by_the_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """These learning rates are so low that all predictions are the same."""
     rates, changes = {"optimizer.lr": [1e-12, 1e-5]}, [*TINY, "epochs=0.1"]
@@ -145,6 +146,7 @@ def test_a_sweep_takes_more_values_later(straight: Sweep) -> None:
     assert before.items() <= moments(straight.folder).items()
 
 
+@pytest.mark.slow
 def test_the_spread_over_seeds(tmp_path: Path) -> None:
     done = tried(tmp_path / "sweep", {"seed": [0, 1], "optimizer.lr": [0.1, 0.2]})
     assert [candidate.values for candidate in done.runs] == [
@@ -157,6 +159,7 @@ def test_the_spread_over_seeds(tmp_path: Path) -> None:
     assert first.mean == pytest.approx(sum(scores) / 2)
 
 
+@pytest.mark.slow
 def test_every_candidate_starts_from_the_same_model(tmp_path: Path) -> None:
     """Training changes its model, and a new head depends on the seed, not on earlier runs."""
     config = ViTConfig(image_size=(8, 8), patch_size=(4, 4), width=16, depth=1, heads=1, channels=1, classes=3)

@@ -1,11 +1,12 @@
 """The intermediate tensors of a forward pass, what each stage is, and its shape; and the cost of a model."""
 
 from contextlib import ExitStack
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from vitrail.models.config import ViTConfig
@@ -175,24 +176,47 @@ class Cost(NamedTuple):
 def cost(config: ViTConfig) -> Cost:
     """Count the parameters of a model and the FLOPs of its matmuls, convolutions and attention.
 
-    All blocks are identical, so the cost is extrapolated from models with one and two blocks.
+    All blocks are identical, so only the first one is built and counted.
     """
-    if not config.depth:
-        return _count(config)
-    one, two = _count(config.replace(depth=1)), _count(config.replace(depth=2))
-    more = config.depth - 1
+    with torch.device("meta"):
+        model = ViT(config.replace(depth=min(config.depth, 1))).eval().to("meta")  # also moves computed buffers
+        image = torch.empty(1, config.channels, *config.image_size)
+    counter, more = _FlopCounter(), max(config.depth - 1, 0)
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda *_: counter.start())
+        block.register_forward_hook(lambda *_: counter.stop())
+    with torch.no_grad(), counter:
+        model(image)
     return Cost(
-        parameters=one.parameters + more * (two.parameters - one.parameters),
+        parameters=_parameters(model) + more * _parameters(model.blocks),
         tokens=config.tokens,
-        flops=one.flops + more * (two.flops - one.flops),
+        flops=counter.total + more * counter.in_block,
     )
 
 
-def _count(config: ViTConfig) -> Cost:
-    with torch.device("meta"):
-        model = ViT(config).eval().to("meta")  # also moves computed buffers, such as the RoPE table
-        image = torch.empty(1, config.channels, *config.image_size)
-    counter = FlopCounterMode(display=False)
-    with torch.no_grad(), counter:
-        model(image)
-    return Cost(sum(p.numel() for p in model.parameters()), config.tokens, counter.get_total_flops())
+def _parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+class _FlopCounter(TorchDispatchMode):
+    """Counts FLOPs by torch's formulas. Its own counter also tries to decompose every other operator, which is slow."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = self.in_block = 0
+
+    def start(self) -> None:
+        self.in_block -= self.total
+
+    def stop(self) -> None:
+        self.in_block += self.total
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if (flops := flop_registry.get(func.overloadpacket)) is not None:
+            self.total += flops(*args, **(kwargs or {}), out_val=result)
+        return result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # skipping it would import it, which takes seconds

@@ -359,26 +359,27 @@ def option_names() -> list[str]:
     return [*names, "model.name", "model.paper"]
 
 
-def pretraining_recipe(method: str, recipe: str | Path | Recipe | None, changes: Sequence[str]) -> Recipe:
-    """Return the recipe of a pretraining method, or the given one with these changes; raise if it needs labels."""
+def recipe_for(method: str | None, recipe: str | Path | Recipe, changes: Sequence[str]) -> Recipe:
+    """Return a recipe with these changes; raise unless it pretrains (or, without a method, learns from labels)."""
     names = [name.replace("_", "-") for name in METHODS]
-    if method not in names:
+    if method is not None and method not in names:
         raise ConfigError(f"method is {method!r}; choose {' or '.join(names)}{suggest(method, names)}")
-    chosen = read_recipe(method if recipe is None else recipe, changes)
-    if chosen.method is None:
+    if isinstance(recipe, Recipe):
+        if changes:
+            raise ConfigError("changes apply to a recipe's name or file; change a Recipe with replace()")
+        chosen = recipe
+    else:
+        chosen = read_recipe(recipe, changes)
+    if method is None and chosen.method is not None:
+        raise ConfigError(f"the recipe pretrains without labels ({chosen.method}); use vitrail pretrain")
+    if method is not None and chosen.method is None:
         raise ConfigError(f"the recipe learns from labels; use vitrail train, or add a table such as [{method}] to it")
     return chosen
 
 
-def check_supervised(recipe: str | Path | Recipe, changes: Sequence[str]) -> None:
-    """Raise for a recipe that pretrains without labels."""
-    if (method := read_recipe(recipe, changes).method) is not None:
-        raise ConfigError(f"the recipe pretrains without labels ({method}); use vitrail pretrain")
-
-
-def default_recipe(pretrained: object) -> str:
+def default_recipe(pretrained: object, method: str | None = None) -> str:
     """Return the name of the default recipe."""
-    return "scratch-small" if pretrained is None else "finetune"
+    return method or ("scratch-small" if pretrained is None else "finetune")
 
 
 def read_value(text: str) -> Any:

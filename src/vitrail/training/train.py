@@ -27,7 +27,7 @@ from vitrail.training.learners import shown_metrics
 from vitrail.training.loop import RunResult, train_run
 from vitrail.training.plan import ResolvedDefault, TrainingPlan, describe_data
 from vitrail.training.preparation import PreparedFolder, prepare_folder
-from vitrail.training.recipe import Recipe, default_recipe, read_recipe
+from vitrail.training.recipe import Recipe, default_recipe, recipe_for
 from vitrail.training.run_folder import Origin, check_outside_data, default_folder, locked, origin_of
 from vitrail.training.sessions import timed_session
 from vitrail.training.teacher import Teacher, opened_teacher
@@ -50,6 +50,7 @@ class Run:
 def train(
     data: str | Path = "digits",
     *,
+    method: str | None = None,
     recipe: str | Path | Recipe | None = None,
     changes: Sequence[str] = (),
     pretrained: str | Path | Bundle | None = None,
@@ -63,20 +64,21 @@ def train(
     evaluate_on: Literal["test", "val"] = "test",
     printed: set[str] | None = None,
 ) -> Run:
-    """Train a classifier on images, or resume an interrupted run: the same call finds the same folder.
+    """Train a model on images, or resume an interrupted run: the same call finds the same folder.
 
-    `recipe` is the name of a bundled recipe, a TOML file or a `Recipe`; `changes` are strings such as
-    "optimizer.lr=3e-4". `pretrained` is a model to fine-tune; `overrides` and `keys` supply what its file does not say,
-    as for `load`. `teacher` is a model to learn from. `evaluate_on="val"` leaves the test split untouched while
-    settings are still being chosen; the same call without it gives the test result later. `printed` holds messages
-    about the data that earlier runs have printed and this one need not repeat; this run adds its own.
+    `method` is a pretraining method; without one the model learns from labels. `recipe` is the name of a bundled
+    recipe, a TOML file or a `Recipe`; `changes` are strings such as "optimizer.lr=3e-4". `pretrained` is a model to
+    fine-tune; `overrides` and `keys` supply what its file does not say, as for `load`. `teacher` is a model to learn
+    from. `evaluate_on="val"` leaves the test split untouched while settings are still being chosen; the same call
+    without it gives the test result later. `printed` holds messages about the data that earlier runs have printed and
+    this one need not repeat; this run adds its own.
     """
     if evaluate_on not in ("test", "val"):
         raise ConfigError(f"evaluate_on is {evaluate_on!r}; choose 'test' or 'val'")
     data, chosen = place_of(data), choose_device(device)
     with process_group(chosen) as processes, Ranks(processes, chosen).reporting_lost_ranks() as ranks:
         with ranks.together(), ranks.main_first():
-            asked = _recipe(recipe, changes, pretrained)
+            asked = recipe_for(method, recipe or default_recipe(pretrained, method), changes)
             request = _request(data, asked, pretrained, overrides, keys, teacher, folder, chosen)
         _check_ranks_agree(ranks, request)
         job = _job(request, ranks, workers)
@@ -131,14 +133,6 @@ def _request(
     place = Path(folder) if folder is not None else default_folder(origin, [plan.recipe])
     check_outside_data(place, origin)
     return _Request(plan, splits, bundle, origin, place, advice)
-
-
-def _recipe(recipe: str | Path | Recipe | None, changes: Sequence[str], pretrained: object) -> Recipe:
-    if isinstance(recipe, Recipe):
-        if changes:
-            raise ConfigError("changes apply to a recipe's name or file; change a Recipe with replace()")
-        return recipe
-    return read_recipe(recipe or default_recipe(pretrained), changes)
 
 
 def _check_ranks_agree(ranks: Ranks, request: _Request) -> None:

@@ -119,6 +119,7 @@ def test_the_temperature_follows_the_position() -> None:
     assert found[3] == pytest.approx(0.07)
 
 
+@pytest.mark.slow
 def test_images_from_files_are_cut_by_workers(tmp_path: Path) -> None:
     """Both ways make the same number of views; draws differ, so only the course of the loss is compared."""
     on_device, from_files = tmp_path / "device", tmp_path / "files"
@@ -129,6 +130,7 @@ def test_images_from_files_are_cut_by_workers(tmp_path: Path) -> None:
     assert first[0] == pytest.approx(first[1], rel=0.2)
 
 
+@pytest.mark.slow
 def test_micro_batches_update_centre_and_teacher_once(tmp_path: Path) -> None:
     """From files too, where every micro-batch is cut out of a batch of views."""
     runs = [tmp_path / name for name in ("one", "two")]

@@ -177,6 +177,7 @@ def test_resumed_exactly(straight: vitrail.Run, folder: Path, tmp_path: Path, mo
     assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
 
 
+@pytest.mark.slow
 def test_gradient_accumulation_changes_nothing(straight: vitrail.Run, folder: Path, tmp_path: Path) -> None:
     pretrained(folder, tmp_path / "run", "gradient_accumulation=2")
     one, two = ([row["loss"] for row in rows(place) if "loss" in row] for place in (straight.folder, tmp_path / "run"))

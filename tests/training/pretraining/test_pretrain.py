@@ -176,6 +176,7 @@ def test_two_ranks_pretrain_like_one(method: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(losses[0], losses[1], atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_gradient_accumulation_changes_nothing(straight: tuple[str, vitrail.Run], tmp_path: Path) -> None:
     method, run = straight
     pretrained(tmp_path / "run", method, "gradient_accumulation=2")

@@ -120,6 +120,7 @@ def test_a_method_without_reconstructions_shows_patch_features(tmp_path: Path, m
     assert np.ptp(shown.tiles[1]) > 200
 
 
+@pytest.mark.slow
 def test_large_colour_images_are_reduced(tmp_path: Path) -> None:
     rng, data = np.random.default_rng(0), tmp_path / "data"
     data.mkdir()

@@ -69,6 +69,7 @@ if ON_GPU:  # each is compiled separately, and may be miscompiled
 # The interpreter cannot multiply bf16 matrices.
 @pytest.mark.parametrize("dtype", TOLERANCE if ON_GPU else [torch.float32], ids=str)
 @pytest.mark.parametrize(("tokens", "heads", "width"), FEW)
+@pytest.mark.slow
 def test_short_attention(tokens: int, heads: int, width: int, dtype: torch.dtype) -> None:
     if ON_GPU and dtype == torch.float32 and tokens * width > 64 * 64:
         pytest.skip("float32 is not used in training, and this size may exceed an SM's shared memory")

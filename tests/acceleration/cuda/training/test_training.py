@@ -297,6 +297,7 @@ def test_frozen_parameters_get_no_gradient() -> None:
     assert set(result) == {"logits", *(name for name, p in model.named_parameters() if p.requires_grad)}
 
 
+@pytest.mark.slow
 def test_it_compiles_into_one_graph() -> None:
     torch.compiler.reset()
     model, images, labels = model_and_batch("plain")
