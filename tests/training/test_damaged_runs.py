@@ -18,7 +18,8 @@ from vitrail.errors import CheckpointError, ConfigError, DataError
 from vitrail.runtime import Processes
 from vitrail.training.criterion import Best, move_aside
 from vitrail.training.distributed import Ranks
-from vitrail.training.state import Progress, Setting, State, content_digest, save_state
+from vitrail.training.state import Progress, Setting, State
+from vitrail.training.state_files import content_digest, save_state
 from vitrail.training.train import Run, train
 
 SETTING = Setting(threads=1, processes=1, precision="float32")

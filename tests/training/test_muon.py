@@ -13,7 +13,8 @@ from vitrail.runtime import Processes
 from vitrail.training.distributed import Ranks
 from vitrail.training.muon import Muon, orthogonalised
 from vitrail.training.optimizers import Optimizer, can_skip_step, make_optimizer, set_learning_rate, step_unless
-from vitrail.training.state import Progress, Setting, State, load_state, save_state
+from vitrail.training.state import Progress, Setting, State
+from vitrail.training.state_files import load_state, save_state
 
 CONFIG = Optimizer(kind="muon", lr=0.01, weight_decay=0.1, momentum=0.95)
 

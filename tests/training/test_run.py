@@ -31,7 +31,8 @@ from vitrail.training.distributed import Ranks
 from vitrail.training.optimizers import learning_rate
 from vitrail.training.recipe import preset_names, read_recipe, write_toml
 from vitrail.training.run_folder import MetricsFile, default_folder, locked, origin_of
-from vitrail.training.state import Progress, Setting, State, content_digest, load_state, save_state
+from vitrail.training.state import Progress, Setting, State
+from vitrail.training.state_files import content_digest, load_state, save_state
 from vitrail.training.train import train
 
 TINY = [
@@ -270,7 +271,7 @@ def test_a_full_disk_says_how_to_resume(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.undo()
     model = torch.nn.Linear(2, 2)
     state = State(model, torch.optim.SGD(model.parameters(), 0.1), None, Progress(step=1))
-    monkeypatch.setattr("vitrail.training.state.save_file", refuse_as_text)
+    monkeypatch.setattr("vitrail.training.state_files.save_file", refuse_as_text)
     with pytest.raises(CheckpointError, match=f"no earlier state was saved{end}$"):
         save_state(tmp_path / "state", state, Setting(threads=1, processes=1, precision="float32"))
 
@@ -437,7 +438,7 @@ def test_a_state_of_another_model(straight: Path, tmp_path: Path) -> None:
         tensors["model/head.bias"] = torch.zeros(3)
         save_file(tensors, file)
         content = json.loads((state / "state.json").read_text())
-        content["checksum"] = file_digest(file)
+        content["files"][file.name] = file_digest(file)
         del content["digest"]
         content["digest"] = content_digest(content)
         (state / "state.json").write_text(json.dumps(content))

@@ -32,7 +32,8 @@ from vitrail.models.vit import ViT
 from vitrail.runtime import Processes
 from vitrail.training.distributed import Ranks
 from vitrail.training.optimizers import freeze
-from vitrail.training.state import Setting, State, load_state, save_state
+from vitrail.training.state import Setting, State
+from vitrail.training.state_files import load_state, save_state
 from vitrail.training.step import Stepper, StepResult
 
 CPU = torch.device("cpu")

@@ -14,6 +14,7 @@ from vitrail.runtime import Precision
 from vitrail.training.distributed import Ranks
 from vitrail.training.plan import TrainingPlan
 from vitrail.training.recipe import Recipe
+from vitrail.training.sharding import check_shardable
 from vitrail.training.step import plan_step
 
 EVALUATION_BATCH = 256
@@ -30,6 +31,8 @@ class RunContext:
     ranks: Ranks
     execution: ExecutionPlan
     """The execution path of the steps."""
+    sharded: bool = False
+    """Whether each rank holds a slice of the model."""
     resident: int = 0
     """Number of images kept on the device."""
 
@@ -74,12 +77,16 @@ def open_splits(data: str | Path, recipe: Recipe) -> Splits:
 def run_context(plan: TrainingPlan, splits: Splits, ranks: Ranks, workers: int | None) -> RunContext:
     """Decide what a run computes on; `workers` is the number asked for, if any."""
     device, precision = ranks.device, _precision(plan.recipe, ranks.device)
+    sharded = plan.recipe.distributed.shard is True
+    if sharded:
+        check_shardable(plan.recipe, precision)
     return RunContext(
         device,
         precision,
         _default_workers(device) if workers is None else workers,
         ranks,
-        plan_step(plan.model, plan.recipe, precision, device, alone=ranks.alone),
+        plan_step(plan.model, plan.recipe, precision, device, alone=ranks.alone and not sharded),
+        sharded,
         resident_images(plan, splits),
     )
 

@@ -21,7 +21,8 @@ from vitrail.io import file_digest
 from vitrail.tasks.metrics import MetricSpec
 from vitrail.tasks.task import Task
 from vitrail.training.distributed import Ranks
-from vitrail.training.state import Progress, Score, State, weights_at
+from vitrail.training.state import Progress, Score, State
+from vitrail.training.state_files import weights_at
 
 
 def score(row: Mapping[str, Any], criterion: MetricSpec) -> Score:
@@ -84,7 +85,7 @@ class Best:
         """Return the best model, on every rank."""
         with self.ranks.together():
             best = (
-                load(self.folder) if self.ranks.is_main else self.bundle_of(self.state.model, self.state.progress.step)
+                load(self.folder) if self.ranks.is_main else self.bundle_of(self.state.plain, self.state.progress.step)
             )
         weights = self.ranks.tensors_from_main(best.model.state_dict() if self.ranks.is_main else None)
         provenance = self.ranks.from_main(best.provenance)
@@ -126,7 +127,7 @@ class Best:
                 f"{message}; the best weights, from step {progress.best_step:,}, are lost and replaced by the "
                 f"{'averaged ' if averaged else ''}weights of step {progress.step:,}"
             )
-        model = copy.deepcopy(self.state.model).cpu()
+        model = copy.deepcopy(self.state.plain).cpu()
         model.load_state_dict(weights)
         self.save(self.bundle_of(model, progress.best_step))
         return (

@@ -2,19 +2,40 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.runtime import Processes
+from vitrail.schema import Frozen
 
 T = TypeVar("T")
 LOST_RANK = ("gloo", "nccl", "connection", "peer", "socket", "timed out", "c10d", "tcpstore")
 """Words in torch's error messages when another rank has died."""
+
+
+def _as_shard(value: Any) -> Any:
+    """Validate the whole field at once, so that an error is one sentence and not one per member of the union."""
+    if isinstance(value, bool) or value == "auto":
+        return value
+    raise PydanticCustomError("shard", "it should be true, false or 'auto'")
+
+
+class Distributed(Frozen):
+    """How several ranks train one model. The result does not depend on it, so a resumed run may change it."""
+
+    shard: Annotated[bool | Literal["auto"], BeforeValidator(_as_shard)] = "auto"
+    """Whether each rank holds only a slice of the model (FSDP2) or all of it (DDP). `auto`: a slice if weights,
+    gradients and optimizer state do not fit on one device."""
+    timeout_minutes: Annotated[float, Field(gt=0, le=1e5)] = 60.0
+    """How long a rank waits for the others. After that the run ends and names the rank that hangs."""
 
 
 class Ranks(NamedTuple):
@@ -41,6 +62,9 @@ class Ranks(NamedTuple):
 
     def accumulating(self, forward: nn.Module, last: bool) -> AbstractContextManager[Any]:
         """Return a context for a micro-batch: gradients are all-reduced with the last one only."""
+        if isinstance(forward, FSDPModule):
+            forward.set_requires_gradient_sync(last)
+            return nullcontext()
         if self.alone or last:
             return nullcontext()
         context: AbstractContextManager[Any] = forward.no_sync()  # type: ignore[operator]

@@ -33,7 +33,7 @@ def train_run(
 ) -> RunResult:
     """Train or resume, and evaluate the best model; `final`: write the result to the run folder."""
     run = start_run(job, splits, pretrained, folder, observer)
-    with nullcontext() if run.logger is None else closing(run.logger):
+    with nullcontext() if run.logger is None else closing(run.logger), closing(run.writer):
         if not run.progress.finished:
             check_best(run)
             with within_memory(job, folder, observer.note):
@@ -48,9 +48,11 @@ def _train_to_the_end(run: TrainingRun) -> None:
         with PipelinedStepper(run.job, run.stepper, run.state, run.folder) as stepper:
             take_steps(run, stepper)
     run.progress.finished = True
-    if run.ranks.is_main:
-        save_in_run(run.bundle_now(), run.folder / LAST)
+    with run.state.unsharded():
+        if run.ranks.is_main:
+            save_in_run(run.bundle_now(), run.folder / LAST)
     run.save()
+    run.writer.wait()
 
 
 def take_steps(run: TrainingRun, stepper: PipelinedStepper) -> None:

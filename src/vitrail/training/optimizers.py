@@ -25,6 +25,7 @@ from vitrail.errors import ConfigError, suggest
 from vitrail.schema import Frozen, Rate
 from vitrail.schema import Sequence as AsTuple
 from vitrail.training.muon import Muon
+from vitrail.training.slices import gathered, is_slice
 
 FUSED_DEVICES = ("cpu", "cuda", "mps")
 """Devices with a fused torch optimizer."""
@@ -139,6 +140,8 @@ def make_optimizer(model: nn.Module, config: Optimizer, *, fused: bool | None = 
     groups = parameter_groups(model, config)
     parameters: list[Tensor] = [parameter for group in groups for parameter in group["params"]]
     possible = all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in parameters)
+    if config.kind == "sgd" and any(is_slice(p) for p in parameters):
+        possible = False  # torch has no fused SGD for slices
     if fused and not possible:
         devices = ", ".join(sorted({p.device.type for p in parameters}))
         raise ConfigError(
@@ -165,7 +168,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tens
     norm = nn.utils.get_total_norm([parameter.grad for parameter in with_grad if parameter.grad is not None])
     if max_norm is not None:
         nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm)
-    return norm
+    return gathered(norm)
 
 
 def can_skip_step(optimizer: torch.optim.Optimizer) -> bool:

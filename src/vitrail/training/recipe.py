@@ -30,6 +30,7 @@ from vitrail.tasks.lookup import CLASSIFICATION, task_named
 from vitrail.tasks.objective import Objective
 from vitrail.tasks.task import CLASS_SETTINGS
 from vitrail.training.averaging import Averaging
+from vitrail.training.distributed import Distributed
 from vitrail.training.finetune_init import FinetuneInit
 from vitrail.training.optimizers import Optimizer, Schedule
 from vitrail.training.pretraining.dino import DinoSettings
@@ -156,6 +157,7 @@ class Recipe(Frozen):
     """Patterns of parameters to freeze: "blocks.*"."""
     lora: LoRA = LoRA()
     data: DataSettings = DataSettings()
+    distributed: Distributed = Distributed()
     augmentation: Augmentation | None = None
     mixing: Mixing | None = None
     optimizer: Optimizer = Optimizer()
@@ -251,9 +253,13 @@ class Recipe(Frozen):
         balanced = self.data.balance or self.objective.class_weights != "none"
         return self.criterion or task_named(self.task).default_criterion(class_balanced=balanced)
 
+    def identity(self) -> "Recipe":
+        """Return the settings that the result depends on; the others are the defaults."""
+        return self.replace(distributed=Distributed())
+
     def fingerprint(self) -> str:
-        """Return a short hash of all settings."""
-        return hashlib.blake2b(self.to_json().encode(), digest_size=3).hexdigest()
+        """Return a short hash of the settings that the result depends on."""
+        return hashlib.blake2b(self.identity().to_json().encode(), digest_size=3).hexdigest()
 
 
 def preset_names() -> list[str]:

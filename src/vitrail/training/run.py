@@ -1,5 +1,6 @@
 """A run in progress: everything it needs, built from its job and resumed from its newest training state."""
 
+import copy
 import functools
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
@@ -33,8 +34,10 @@ from vitrail.training.optimizers import freeze, make_optimizer
 from vitrail.training.pipeline import FinishedStep
 from vitrail.training.plan import TrainingPlan
 from vitrail.training.run_logger import RunLogger
+from vitrail.training.sharding import shard, shard_group
 from vitrail.training.split_predictions import SplitPredictor, split_predictor
-from vitrail.training.state import Progress, Setting, State, load_state, save_state
+from vitrail.training.state import Progress, Setting, State
+from vitrail.training.state_files import StateWriter, load_state
 from vitrail.training.step import Stepper
 
 LAST = "last"
@@ -66,7 +69,7 @@ class TrainingRun:
     """The training images, in the order of the stream."""
     stepper: Stepper
     shown: ShownMetrics
-    setting: Setting
+    writer: StateWriter
     logger: RunLogger | None
     """Writes the metrics, on the main process only."""
     predict: SplitPredictor
@@ -129,7 +132,7 @@ class TrainingRun:
 
     def bundle_now(self) -> Bundle:
         """Return the current model as a bundle."""
-        return self.best.bundle_of(self.state.model, self.progress.step)
+        return self.best.bundle_of(self.state.plain, self.progress.step)
 
     def log(self, finished: Iterable[FinishedStep]) -> None:
         """Log the metrics of finished steps."""
@@ -165,7 +168,7 @@ class TrainingRun:
         """Save the training state."""
         if self.logger is not None:
             self.logger.flush()
-            save_state(self.folder / STATES, self.state, self.setting)
+        self.writer.save(self.state)
 
 
 # ── start ──
@@ -181,11 +184,12 @@ def start_run(job: Job, splits: Splits, pretrained: Bundle | None, folder: Path,
         state = _initial_state(job, bundle.model, learner)
         training = _training(job, splits.train)
         stepper = Stepper(plan.recipe, plan.preprocess, context.device, context.precision, learner, ranks)
-    setting = Setting(torch.get_num_threads(), ranks.processes.size, context.precision)
+    setting = Setting(torch.get_num_threads(), ranks.processes.size, context.precision, context.sharded)
+    shards = shard_group() if context.sharded else None
     if ranks.is_main:
         for name in (BEST, LAST):
             recover(folder / name)
-    for note in load_state(folder / STATES, state, setting, ranks):
+    for note in load_state(folder / STATES, state, setting, ranks, shards):
         observer.note(note)
     if state.progress.finished:
         observer.note(f"the run already finished after {state.progress.step:,} steps, so nothing is trained")
@@ -203,7 +207,7 @@ def start_run(job: Job, splits: Splits, pretrained: Bundle | None, folder: Path,
         training=training,
         stepper=stepper,
         shown=shown_metrics(plan),
-        setting=setting,
+        writer=StateWriter(folder / STATES, setting, ranks, shards),
         logger=logger,
         predict=predict,
         best=best,
@@ -243,10 +247,15 @@ def _initial_state(job: Job, model: ViT, learner: Learner) -> State:
     model.train().gradient_checkpointing = recipe.gradient_checkpointing
     add_adapters(model, recipe.lora, derive_seed(recipe.seed, "lora"))
     freeze(model, recipe.frozen)
-    module = learner.module(model).to(device)  # not .train(): a frozen BatchNorm stays in eval mode
+    module = learner.module(model)
+    whole = copy.deepcopy(module) if job.context.sharded else None
+    if whole is None:
+        module.to(device)  # not .train(): a frozen BatchNorm stays in eval mode
+    else:
+        shard(module, job.context.ranks, job.precision, compiled=recipe.compile)
     average = Average(module, recipe.averaging) if recipe.averaging.on else None
     scaler = torch.amp.GradScaler(device.type, enabled=job.precision == "fp16")
-    return State(module, make_optimizer(module, recipe.optimizer), average, Progress(), scaler)
+    return State(module, make_optimizer(module, recipe.optimizer), average, Progress(), scaler, whole)
 
 
 def _training(job: Job, train: Source) -> Training | MultiCropTraining:

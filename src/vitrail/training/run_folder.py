@@ -30,7 +30,7 @@ from vitrail.io import (
     remove_partial_files,
 )
 from vitrail.training.recipe import Recipe, write_toml
-from vitrail.training.state import RESUME
+from vitrail.training.state_files import RESUME
 from vitrail.training.teacher import Teacher
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ def origin_of(data: str | Path, pretrained: Bundle | None, teacher: Teacher | No
 def default_folder(origin: Origin, recipes: Sequence[Recipe]) -> Path:
     """Return the folder of a run or a sweep: the same command finds the same folder, any other command another."""
     given = [origin.data, origin.pretrained, *([origin.teacher] if origin.teacher else [])]
-    words = "\n".join([*sorted(recipe.to_json() for recipe in recipes), *given])
+    words = "\n".join([*sorted(recipe.identity().to_json() for recipe in recipes), *given])
     fingerprint = hashlib.blake2b(words.encode(), digest_size=3).hexdigest()
     return Path("runs") / f"{Path(origin.data).name or 'data'}-{fingerprint}"
 
@@ -171,7 +171,7 @@ def _lock(folder: Path, stack: contextlib.ExitStack) -> None:
 
 def keep_recipe(folder: Path, recipe: Recipe) -> None:
     """Write the recipe of a new run; a resumed run must have the same."""
-    path, text = folder / RECIPE, write_toml(recipe)
+    path, text = folder / RECIPE, write_toml(recipe.identity())
     if not path.exists():
         if (folder / SWEEP).exists():
             raise ConfigError(f"{folder} holds a sweep, not a run; choose one of its subfolders, or another --run")

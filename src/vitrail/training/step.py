@@ -23,6 +23,7 @@ from vitrail.training.distributed import Ranks
 from vitrail.training.learner import Learner
 from vitrail.training.optimizers import can_skip_step, clip_gradients, set_learning_rate, step_unless
 from vitrail.training.recipe import Recipe
+from vitrail.training.sharding import is_sharded
 from vitrail.training.state import State
 
 # ── forward pass ──
@@ -49,6 +50,8 @@ def plan_step(
 
 def forward_of(model: nn.Module, execution: ExecutionPlan, ranks: Ranks) -> nn.Module:
     """Return the module that maps images to logits in a step; its parameters are the model's own."""
+    if is_sharded(model):  # its blocks are compiled one by one
+        return model
     if execution.path == "eager":
         return ranks.wrap(model)
     if execution.path == "fused_training" and isinstance(model, ViT):

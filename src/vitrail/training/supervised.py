@@ -64,7 +64,7 @@ class Supervised(Learner):
 
     def validate(self, run: "TrainingRun") -> Validation:
         """Predict the validation split."""
-        predictions = run.predict(self.kept(run.state.model), run.validation_source)
+        predictions = run.predict(self.kept(run.state.plain), run.validation_source)
         metrics = self.task.validation(predictions, run.validation_source.classes)
         return Validation(metrics, len(predictions.labels))
 

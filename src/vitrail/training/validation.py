@@ -13,7 +13,7 @@ from vitrail.training.state import Score
 def validate(run: TrainingRun) -> None:
     """Validate the current model, log its metrics, and keep it if it is the best."""
     progress, criterion = run.progress, run.plan.recipe.resolved_criterion()
-    with run.state.averaged():
+    with run.state.averaged(), run.state.unsharded():
         metrics, images = run.learner.validate(run)
         reached = score(metrics, run.shown.criteria[criterion])
         is_highest = progress.reach(reached)

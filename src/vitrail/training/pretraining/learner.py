@@ -59,7 +59,7 @@ class Pretraining(Learner):
 
     def validate(self, run: "TrainingRun") -> Validation:
         """Compute loss and features on the validation split; raise if the features have collapsed."""
-        metrics, images = self._measured(run, run.state.model)
+        metrics, images = self._measured(run, run.state.plain)
         width = run.plan.model.width
         if images > 1 and metrics["val_spread"] * width**0.5 < LEAST_SPREAD:  # one image has no spread
             raise Diverged(
@@ -76,8 +76,8 @@ class Pretraining(Learner):
 
     def evaluate(self, run: "TrainingRun", best: Bundle, *, final: bool) -> Metrics:  # noqa: ARG002
         """Return the metrics of the kept model on the validation split; it is that of the last step."""
-        with run.state.averaged():
-            metrics, images = self._measured(run, run.state.model)
+        with run.state.averaged(), run.state.unsharded():
+            metrics, images = self._measured(run, run.state.plain)
         kind = HELD_OUT if run.splits.val is not None else TRAINING
         return PretrainingMetrics(
             images=images,
@@ -90,7 +90,7 @@ class Pretraining(Learner):
 
     def _preview(self, run: "TrainingRun") -> None:
         """Show a few validation images: reconstructed, or if the method does not do so, their patch features."""
-        module, preprocess = run.state.model, run.plan.preprocess
+        module, preprocess = run.state.plain, run.plan.preprocess
 
         def draw(pixels: Tensor) -> Rows:
             if not self._method.reconstructs:

@@ -113,7 +113,7 @@ def write_preview(run: "TrainingRun", draw: Callable[[Tensor], Rows]) -> None:
     images, names = drawn_images(run.validation_source, preprocess, run.plan.recipe.seed, most)
     if not names:
         return
-    with torch.no_grad(), eval_mode(run.state.model), autocast(context.device, context.precision):
+    with torch.no_grad(), eval_mode(run.state.plain), autocast(context.device, context.precision):
         rows = draw(preprocess.normalise(images.to(context.device)))
     preview = Preview(tuple(rows), names, np.stack([_tiles(images) for images in rows.values()]))
     run.logger.preview(step, encoded(preview))

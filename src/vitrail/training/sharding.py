@@ -1,0 +1,72 @@
+"""Sharded training (FSDP2): each rank holds a slice of the weights, the gradients and the optimizer state.
+
+    blocks              one group each: gathered before its forward and its backward pass, freed after
+    everything else     one group: gathered for the whole step
+
+In bf16 the blocks are gathered in bf16 and gradients are reduced in float32; the slices that the optimizer updates stay
+in float32. The rest of the model (tokens, positions, the last norm, the head) is gathered in float32, so the residual
+stream keeps its precision, as under autocast.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from vitrail.errors import ConfigError
+from vitrail.models.blocks import Block
+from vitrail.runtime import Precision
+from vitrail.training.distributed import Ranks
+from vitrail.training.recipe import Recipe
+
+
+class ShardGroup(NamedTuple):
+    """The ranks that save and load slices, on the CPU: their own group, so that a save can overlap with steps."""
+
+    group: dist.ProcessGroup
+    mesh: DeviceMesh
+
+
+def check_shardable(recipe: Recipe, precision: Precision) -> None:
+    """Raise if a recipe uses something that sharded training does not support."""
+    if not dist.is_initialized():
+        raise ConfigError(
+            "distributed.shard is true, but there is one process without a process group; start the command with "
+            "torchrun, or set distributed.shard=auto"
+        )
+    if recipe.dino is not None:
+        raise ConfigError("dino has a second model, its teacher, and cannot be sharded; set distributed.shard=false")
+    if precision == "fp16":
+        raise ConfigError("sharded training has no loss scaling for fp16; set precision=bf16 or float32")
+
+
+def shard(module: nn.Module, ranks: Ranks, precision: Precision, *, compiled: bool) -> None:
+    """Shard a module in place and move it to the device of the rank, block by block."""
+    mesh = init_device_mesh(ranks.device.type, (ranks.processes.size,))
+    dtype = torch.bfloat16 if precision == "bf16" else None
+    in_blocks = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    outside = MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False)
+    for block in blocks_of(module):
+        if compiled:
+            block.compile()
+        fully_shard(block, mesh=mesh, mp_policy=in_blocks)
+    fully_shard(module, mesh=mesh, mp_policy=outside)
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a module's models, in order: the units of sharding."""
+    return [child for child in module.modules() if isinstance(child, Block)]
+
+
+def shard_group() -> ShardGroup:
+    """Return the ranks' group for saving; all ranks have to call it."""
+    group: Any = dist.new_group(backend="gloo")
+    return ShardGroup(group, DeviceMesh.from_group(group, "cpu"))
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether a module was sharded."""
+    return isinstance(module, FSDPModule)
