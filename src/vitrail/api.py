@@ -42,9 +42,10 @@ from vitrail.tasks.metrics import Metrics
 from vitrail.tasks.task import Prediction
 from vitrail.text import printable, printable_path
 from vitrail.training.candidate_results import CandidateSweep
+from vitrail.training.cluster import ClusterPlan
 from vitrail.training.recipe import Recipe, unknown_setting
 from vitrail.training.sweep import Sweep, sweep
-from vitrail.training.train import Run
+from vitrail.training.train import Run, plan
 from vitrail.training.train import train as train_run
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "CandidateSweep",
     "ClassPrediction",
     "ClassificationMetrics",
+    "ClusterPlan",
     "Conversion",
     "DataCheck",
     "Description",
@@ -86,6 +88,7 @@ __all__ = [
     "inspect",
     "list_models",
     "load",
+    "plan",
     "predict",
     "probe",
     "report",

@@ -25,8 +25,8 @@ OnProgress = Callable[[str, int, int | None], None]
 """Called with what is being done, such as "listing", how many are done, and the total if it is known."""
 OnPlan = Callable[[str], None]
 """Called with the execution plan as one line, before the first image."""
-TIMEOUT = datetime.timedelta(hours=1)
-"""How long ranks wait for each other; one may be decoding a dataset or downloading a model."""
+TIMEOUT = datetime.timedelta(days=7)
+"""How long collectives wait: longer than any watchdog, which can say which rank hangs."""
 GRACE = 600.0
 """Seconds that a process has to save its state after its launcher died."""
 BUSY = 1.5
@@ -213,6 +213,11 @@ def _watch_launcher(launcher: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE)
     os._exit(128 + signal.SIGTERM)  # it is stuck waiting for other ranks or for the disk
+
+
+def shared_store(name: str) -> Store:
+    """Return a key-value store that all ranks share. They have to ask for the same stores in the same order."""
+    return PrefixStore(f"vitrail-{name}-{next(_group_count)}", _rendezvous_store())
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import typer
 import vitrail
 from vitrail.cli.output import echo, on_one_stream
 from vitrail.cli.overrides import Keys, Overrides, read_overrides
+from vitrail.cli.plan import print_plan
 from vitrail.cli.sweep import print_candidates, print_sweep, sweep_source
 
 RECIPES = (
@@ -69,6 +70,13 @@ def train(
     jobs: Annotated[
         int, typer.Option(min=1, help="Number of runs of a sweep to train at once, in as many processes.")
     ] = 1,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Only print the memory and communication that the run needs on --gpus GPUs.")
+    ] = False,
+    gpus: Annotated[int, typer.Option(min=1, help="With --plan: the number of GPUs.")] = 1,
+    gpu_memory: Annotated[
+        float | None, typer.Option(min=0, help="With --plan: the memory of one GPU in GB; by default this device's.")
+    ] = None,
     device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:1 or mps.")] = "auto",
     workers: Annotated[
         int | None,
@@ -91,6 +99,22 @@ def train(
     }
     is_main = os.environ.get("RANK", "0") == "0"  # set by torchrun
     source = sweep_source(sweep, only, jobs)
+    if plan:
+        if source is not None:
+            raise vitrail.ConfigError("--plan is for one run; leave out --sweep")
+        memory = None if gpu_memory is None else round(1e9 * gpu_memory)
+        print_plan(
+            vitrail.plan(
+                data, gpus=gpus, gpu_memory=memory, recipe=recipe, changes=changes or (), pretrained=pretrained,
+                teacher=teacher, device=device,
+            )
+        )  # fmt: skip
+        return
+    if gpus != 1 or gpu_memory is not None:
+        raise vitrail.ConfigError(
+            "--gpus and --gpu-memory belong to --plan; to train on several GPUs, start the command with torchrun "
+            "(docs/guides/distributed.md)"
+        )
     try:
         if isinstance(source, Path):
             print_candidates(vitrail.sweep(data, candidates=source, only=only or (), jobs=jobs, **settings))

@@ -123,8 +123,8 @@ def fit_batch_to_memory(job: Job, folder: Path, images: int, limit: MemoryLimit)
         return job
     if (recorded := _from_main(_recorded_batch(folder), job.device)) > 0:
         return job._replace(plan=with_batch(job.plan, recorded, images, "as when this run started"))
-    limit = limit._replace(free=_min_over_ranks(limit.free, job.device))
-    unit = _unit(job.plan, job.processes, job.plan.recipe.gradient_accumulation)
+    limit = limit._replace(free=min_over_ranks(limit.free, job.device))
+    unit = batch_unit(job.plan, job.processes, job.plan.recipe.gradient_accumulation)
     usual = batch = -(-job.plan.batch // unit) * unit
     needed = 0
     while True:
@@ -209,14 +209,14 @@ def _remedies(job: Job, estimate: Forecast, limit: MemoryLimit) -> str:
     # If memory ran out although the forecast fits, scale the budget down by how far the forecast was off.
     budget = FILLED * limit.free / max(1.0, limit.free / estimate.total)
     batch, accumulation, options = job.plan.batch, estimate.accumulation, []
-    unit = _unit(job.plan, job.processes, accumulation)
+    unit = batch_unit(job.plan, job.processes, accumulation)
     smaller = batch
     while smaller > unit and estimate.with_images(_micro_batch(job, smaller), accumulation) > budget:
         smaller = _next_smaller(smaller, unit)
     if smaller < batch and estimate.with_images(_micro_batch(job, smaller), accumulation) <= budget:
         options.append(f"--set batch={smaller}")
     more = 2 * accumulation
-    while batch % _unit(job.plan, job.processes, more) == 0:
+    while batch % batch_unit(job.plan, job.processes, more) == 0:
         if estimate.with_images(batch // (job.processes * more), more) <= budget:
             options.append(f"keep the batch size with --set gradient_accumulation={more}")
             break
@@ -229,7 +229,7 @@ def _other_remedies(job: Job) -> str:
     return f"{checkpointing}a smaller model or image"
 
 
-def _unit(plan: TrainingPlan, processes: int, accumulation: int) -> int:
+def batch_unit(plan: TrainingPlan, processes: int, accumulation: int) -> int:
     """Return what the batch size must be a multiple of, so that every micro-batch holds whole pairs of images."""
     return 2 * processes * accumulation * plan.recipe.data.repeats
 
@@ -252,10 +252,10 @@ def _recorded_batch(folder: Path) -> int:
 
 def _fits_everywhere(job: Job, estimate: Forecast) -> bool:
     """Run a real step on every rank's device where that is quick (CUDA)."""
-    return _min_over_ranks(int(job.device.type != "cuda" or step_fits(job, estimate)), job.device) == 1
+    return min_over_ranks(int(job.device.type != "cuda" or step_fits(job, estimate)), job.device) == 1
 
 
-def _min_over_ranks(value: int, device: torch.device) -> int:
+def min_over_ranks(value: int, device: torch.device) -> int:
     """Return the minimum over all ranks."""
     if not torch.distributed.is_initialized():
         return value

@@ -13,8 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from vitrail.errors import ConfigError, VitrailError
-from vitrail.runtime import Processes
+from vitrail.runtime import Processes, shared_store
 from vitrail.schema import Frozen
+from vitrail.training.watchdog import Watchdog
 
 T = TypeVar("T")
 LOST_RANK = ("gloo", "nccl", "connection", "peer", "socket", "timed out", "c10d", "tcpstore")
@@ -34,8 +35,8 @@ class Distributed(Frozen):
     shard: Annotated[bool | Literal["auto"], BeforeValidator(_as_shard)] = "auto"
     """Whether each rank holds only a slice of the model (FSDP2) or all of it (DDP). `auto`: a slice if weights,
     gradients and optimizer state do not fit on one device."""
-    timeout_minutes: Annotated[float, Field(gt=0, le=1e5)] = 60.0
-    """How long a rank waits for the others. After that the run ends and names the rank that hangs."""
+    timeout_minutes: Annotated[float, Field(gt=0, le=1e4)] = 60.0
+    """How long a rank may be stuck, or wait for another; then the run ends and names the rank that hangs."""
 
 
 class Ranks(NamedTuple):
@@ -43,6 +44,26 @@ class Ranks(NamedTuple):
 
     processes: Processes
     device: torch.device
+    watchdog: Watchdog | None = None
+    """Names a rank that hangs; None before a run has started, and with one rank."""
+
+    @contextmanager
+    def watched(self, minutes: float) -> Iterator["Ranks"]:
+        """Start a watchdog that ends the run if a rank is stuck for so long."""
+        if self.alone:
+            yield self
+            return
+        store, processes = shared_store("watchdog"), self.processes
+        with Watchdog(store, processes.rank, processes.size, 60 * minutes) as watchdog:
+            yield self._replace(watchdog=watchdog)
+
+    def doing(self, what: str, step: int | None = None) -> None:
+        """Tell the watchdog what this rank does from now on."""
+        if self.watchdog is not None:
+            self.watchdog.now(what, step)
+
+    def _calling(self, collective: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.watchdog is None else self.watchdog.during(collective)
 
     @property
     def alone(self) -> bool:
@@ -62,10 +83,8 @@ class Ranks(NamedTuple):
 
     def accumulating(self, forward: nn.Module, last: bool) -> AbstractContextManager[Any]:
         """Return a context for a micro-batch: gradients are all-reduced with the last one only."""
-        if isinstance(forward, FSDPModule):
-            forward.set_requires_gradient_sync(last)
-            return nullcontext()
-        if self.alone or last:
+        # Sharded gradients are reduced with every micro-batch: holding them whole would take the memory that is saved.
+        if self.alone or last or isinstance(forward, FSDPModule):
             return nullcontext()
         context: AbstractContextManager[Any] = forward.no_sync()  # type: ignore[operator]
         return context
@@ -73,14 +92,16 @@ class Ranks(NamedTuple):
     def all_reduce_sum(self, numbers: Tensor) -> None:
         """All-reduce numbers to their sums, in place; on a GPU without a synchronisation."""
         if not self.alone:
-            dist.all_reduce(numbers)
+            with self._calling("all_reduce of the metrics"):
+                dist.all_reduce(numbers)
 
     def all_reduce_max(self, *numbers: int) -> list[int]:
         """Return the element-wise maximum over all ranks."""
         if self.alone:
             return list(numbers)
         tensor = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        with self._calling("all_reduce of the signals to stop and to save"):
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return [int(number) for number in tensor.tolist()]
 
     def all_gather(self, value: T) -> list[T]:
@@ -88,7 +109,8 @@ class Ranks(NamedTuple):
         if self.alone:
             return [value]
         gathered: list[Any] = [None] * self.processes.size
-        dist.all_gather_object(gathered, value)
+        with self._calling("all_gather"):
+            dist.all_gather_object(gathered, value)
         return gathered
 
     def from_main(self, value: T) -> T:
@@ -96,7 +118,8 @@ class Ranks(NamedTuple):
         if self.alone:
             return value
         values = [value]
-        dist.broadcast_object_list(values, device=self.device)
+        with self._calling("all ranks receive from rank 0"):
+            dist.broadcast_object_list(values, device=self.device)
         return values[0]
 
     def tensors_from_main(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@
     gradients      once, for trained parameters       optimizer  twice for Adam, once for SGD with momentum; for Muon
                                                       once for matrices, twice for the rest
     teacher        its weights                        images     all of them, if they live on the device
+    sharded        each rank holds its slices of the first four; what it gathers counts as activations
     activations    what the backward pass and the running layer need; or, if larger, what Muon's update needs, which
                    processes all matrices of one shape together
 
@@ -32,6 +33,7 @@ from vitrail.training.learner import Learner
 from vitrail.training.learners import learner_of
 from vitrail.training.muon import Muon
 from vitrail.training.optimizers import Optimizer, freeze, is_matrix, make_optimizer
+from vitrail.training.sharding import ShardedUnits
 
 KERNELS = 64 * 2**20
 """Workspace of CUDA matmuls: 32 MiB each for the forward and the backward thread (Hopper)."""
@@ -87,16 +89,24 @@ def forecast(job: Job) -> Forecast:
         trained = [p for p in model.parameters() if p.requires_grad]
         weights, gradients = _bytes(model.state_dict().values()), _bytes(trained)
         average = sum(4 * tensor.numel() for tensor in model.state_dict().values()) if recipe.averaging.on else 0
-        buckets = gradients if job.processes > 1 else 0  # DDP's buckets
+        buckets = gradients if job.processes > 1 and not job.context.sharded else 0  # DDP's buckets
 
         evaluating = (weights if average else 0) + _evaluation_bytes(job, model, device, learner)
         training = _training_bytes(job, model, device, learner) - gradients
         optimizer = sum(_copies(recipe.optimizer, *named) * _bytes(named[1:]) for named in _trained(model))
         updating = _update_bytes(recipe.optimizer, model)
+        if job.context.sharded:
+            units = ShardedUnits.of(model, job.precision)
+            training += units.gathered - units.cast
+            evaluating += weights  # a whole copy of the model is evaluated
     after = max(evaluating, updating)  # never both at once
     # A CUDA graph keeps the memory of a step, so that evaluation needs its own.
     in_flight = training + after if job.context.execution.graphs else max(training, after)
     in_flight += _overhead_bytes(job)
+    if job.context.sharded:
+        weights, gradients, optimizer, average = (
+            -(-size // job.processes) for size in (weights, gradients, optimizer, average)
+        )
     return Forecast(
         weights, gradients + buckets, optimizer, average, job.images, in_flight, recipe.gradient_accumulation,
         job.context.resident * math.prod((job.plan.model.channels, *job.plan.model.image_size)), updating,

@@ -6,7 +6,7 @@ weight decay fit both. Matrices of one shape are processed together, so that a G
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,49 +94,29 @@ class Muon(torch.optim.Optimizer):
 
     def _step_sharded(self, group: dict[str, Any], bad: Tensor | None) -> None:
         """Update sharded matrices: momenta by slices, then every rank orthogonalises the gathered directions."""
-        by_shape: dict[tuple[int, int], list[Tensor]] = {}
-        of_parameter: list[tuple[Tensor, list[_Place]]] = []
+        by_shape: dict[tuple[int, int, int], list[Tensor]] = {}
         for parameter, count in zip(group["params"], group["stacked"], strict=True):
-            if parameter.grad is None:
-                continue
-            state = self.state[parameter]
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(parameter)
-            direction = _updated_momentum(state["momentum_buffer"], parameter.grad, group["momentum"], bad)
-            places = []
-            for matrix in gathered(direction).chunk(count):
-                wide = _wide(matrix)
-                shape = (wide.shape[0], wide.shape[1])
-                same = by_shape.setdefault(shape, [])
-                places.append(_Place(shape, len(same), turned=wide is not matrix))
-                same.append(wide)
-            of_parameter.append((parameter, places))
-        updates = {shape: orthogonalised(torch.stack(same)) for shape, same in by_shape.items()}
-        kept = 1.0 if bad is None else 1 - bad
-        for parameter, places in of_parameter:
-            wide_updates = [updates[place.shape][place.number] for place in places]
-            matrices = [wide.mT if place.turned else wide for wide, place in zip(wide_updates, places, strict=True)]
-            scale = group["lr"] * ADAMW_RMS * math.sqrt(max(places[0].shape))
-            update = torch.cat(matrices).to(parameter.dtype).mul_(-scale)
-            decay = 1 - group["lr"] * group["weight_decay"]
-            parameter.mul_(1 + (decay - 1) * kept).add_(resharded(update * kept, parameter))
+            if parameter.grad is not None:
+                by_shape.setdefault((count, *parameter.shape), []).append(parameter)
+        decay, kept = 1 - group["lr"] * group["weight_decay"], 1.0 if bad is None else 1 - bad
+        for (count, rows, columns), parameters in by_shape.items():
+            directions = torch.stack([gathered(self._direction(p, group["momentum"], bad)) for p in parameters])
+            scale = group["lr"] * ADAMW_RMS * math.sqrt(max(rows // count, columns))
+            updates = orthogonalised(directions.unflatten(1, (count, rows // count))).flatten(1, 2)
+            for parameter, update in zip(parameters, updates.to(directions.dtype).mul_(-scale), strict=True):
+                parameter.mul_(1 + (decay - 1) * kept).add_(resharded(update * kept, parameter))
 
-
-class _Place(NamedTuple):
-    """Where the update of a matrix is: among those of its shape."""
-
-    shape: tuple[int, int]
-    number: int
-    turned: bool
-    """Whether the update has to be transposed back."""
-
-
-def _updated_momentum(momentum: Tensor, gradient: Tensor, factor: float, bad: Tensor | None) -> Tensor:
-    """Update the momentum of one parameter; return the Nesterov direction."""
-    if bad is not None:
-        gradient = torch.where(bad > 0, momentum, gradient)
-    momentum.lerp_(gradient, 1 - factor)
-    return gradient.lerp(momentum, factor)
+    def _direction(self, parameter: Tensor, momentum: float, bad: Tensor | None) -> Tensor:
+        """Update the momentum of a sharded matrix; return the Nesterov direction."""
+        state, gradient = self.state[parameter], parameter.grad
+        assert gradient is not None
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        buffer: Tensor = state["momentum_buffer"]
+        if bad is not None:
+            gradient = torch.where(bad > 0, buffer, gradient)
+        buffer.lerp_(gradient, 1 - momentum)
+        return gradient.lerp(buffer, momentum)
 
 
 def _update_momenta(momenta: list[Tensor], gradients: Tensor, momentum: float, bad: Tensor | None) -> Tensor:

@@ -79,10 +79,12 @@ class PipelinedStepper:
         while True:
             if self.paused:  # validating and saving are not a part of any step
                 self._restart_timer()
-            start = time.monotonic()
+            start, ranks = time.monotonic(), self.context.ranks
+            ranks.doing("reading images", self.state.progress.step + 1)
             batch = next(loader, None)
             if batch is None:
                 return
+            ranks.doing("forward and backward pass, with the all-reduce of the gradients")
             seconds = time.monotonic() - start
             busy = self.launched is not None and self.launched.pending.is_busy()
             self.waited = 0.0 if busy else seconds

@@ -8,7 +8,8 @@ in float32. The rest of the model (tokens, positions, the last norm, the head) i
 stream keeps its precision, as under autocast.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -70,3 +71,42 @@ def shard_group() -> ShardGroup:
 def is_sharded(module: nn.Module) -> bool:
     """Whether a module was sharded."""
     return isinstance(module, FSDPModule)
+
+
+class ShardedUnits(NamedTuple):
+    """The units of a sharded module, in bytes; see the head of this file."""
+
+    block: int
+    """The largest block, in the precision in which it is gathered."""
+    blocks: int
+    """All blocks, in that precision."""
+    outside: int
+    """Everything else, in float32."""
+    cast: int
+    """Copies of the blocks' weights that autocast makes of float32 weights, and not of gathered ones."""
+    trained: int
+    """The gradients, in float32."""
+
+    @classmethod
+    def of(cls, module: nn.Module, precision: Precision) -> Self:
+        """Measure the units of a module whose parameters are in float32."""
+        sizes = [_bytes(block.parameters()) for block in blocks_of(module)]
+        low = precision == "bf16"
+        gathered = [size // 2 if low else size for size in sizes]
+        matrices = [p for block in blocks_of(module) for p in block.parameters() if p.ndim >= 2]
+        outside = _bytes(module.parameters()) - sum(sizes)
+        trained = _bytes(p for p in module.parameters() if p.requires_grad)
+        return cls(max(gathered, default=0), sum(gathered), outside, _bytes(matrices) // 2 if low else 0, trained)
+
+    @property
+    def gathered(self) -> int:
+        """The memory of what is gathered at once: this block and the next, their gradients, everything outside."""
+        return 2 * self.block + 2 * self.block + 2 * self.outside
+
+    def sent(self, ranks: int, accumulation: int) -> int:
+        """Return the bytes that a rank sends in a step: two gathers of the blocks, one of the rest, the gradients."""
+        return accumulation * (2 * self.blocks + self.outside + self.trained) * (ranks - 1) // ranks
+
+
+def _bytes(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)

@@ -58,6 +58,11 @@ class SplitPredictor:
 
     def batches(self, source: Source) -> Iterator[Batch]:
         """Yield this rank's slice of a split."""
+        for batch in self._batches(source):
+            self.context.ranks.doing("evaluating")  # one note per batch: the watchdog sees that it goes on
+            yield batch
+
+    def _batches(self, source: Source) -> Iterator[Batch]:
         if self.kept is not None and source is self.kept[0]:
             return self.kept[1].batches()
         pin = self.context.device.type == "cuda"

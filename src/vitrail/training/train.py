@@ -15,13 +15,14 @@ from vitrail.data.cache import CacheSize, cached
 from vitrail.data.sources.source import place_of
 from vitrail.data.sources.splits import Splits
 from vitrail.errors import ConfigError
-from vitrail.runtime import busy_cpu_note, choose_device, process_group, repeatable
+from vitrail.runtime import Processes, busy_cpu_note, choose_device, process_group, repeatable
 from vitrail.tasks.metrics import Metrics
 from vitrail.training.auto_batch import fit_batch_to_memory, memory_limit
+from vitrail.training.cluster import ClusterPlan, plan_cluster, shard_if_needed
 from vitrail.training.console import RunConsole, SilentConsole
 from vitrail.training.context import Job, open_splits, run_context
 from vitrail.training.defaults import before_training, resolve_defaults
-from vitrail.training.distributed import Ranks
+from vitrail.training.distributed import Distributed, Ranks
 from vitrail.training.finetune_init import opened_pretrained
 from vitrail.training.learners import shown_metrics
 from vitrail.training.loop import RunResult, train_run
@@ -81,20 +82,60 @@ def train(
             asked = recipe_for(method, recipe or default_recipe(pretrained, method), changes)
             request = _request(data, asked, pretrained, overrides, keys, teacher, folder, chosen)
         _check_ranks_agree(ranks, request)
-        job = _job(request, ranks, workers)
-        with _opened(request, job, quiet, printed) as console, repeatable(job.plan.recipe.deterministic):
-            if request.pretrained is not None:
-                request.pretrained.announce()
-            if job.plan.teacher is not None:
-                job.plan.teacher.bundle.announce()
-            with ranks.together(), ranks.main_first():
-                splits = _splits_to_read(request.splits, evaluate_on, job)
-            with _timed(request.folder, job):
-                final = evaluate_on == "test"
-                result = train_run(job, splits, request.pretrained, request.folder, console, final=final)
-            summary = _summary(result, splits, pretraining=job.plan.recipe.method is not None)
-            _print_result(console, request.folder, result.metrics, summary)
+        with ranks.watched(asked.distributed.timeout_minutes) as watched:
+            job = _job(request, watched, workers)
+            result, summary = _trained(request, job, quiet, printed, evaluate_on)
     return Run(request.folder, result.best, result.metrics, job.plan.defaults, summary)
+
+
+def plan(
+    data: str | Path = "digits",
+    *,
+    gpus: int,
+    gpu_memory: int | None = None,
+    method: str | None = None,
+    recipe: str | Path | Recipe | None = None,
+    changes: Sequence[str] = (),
+    pretrained: str | Path | Bundle | None = None,
+    teacher: str | Path | Bundle | Teacher | None = None,
+    device: str = "auto",
+) -> ClusterPlan:
+    """Forecast what a run needs on several GPUs, without starting it.
+
+    `gpu_memory` is the memory of each in bytes, by default what is free on this device. The other arguments are those
+    of `train`, and with `method` those of `pretrain`.
+    """
+    if gpus < 1:
+        raise ConfigError(f"gpus is {gpus}; give at least 1")
+    if gpu_memory is not None and gpu_memory < 1:
+        raise ConfigError(f"gpu_memory is {gpu_memory}; give the bytes of one GPU")
+    chosen = choose_device(device)
+    asked = recipe_for(method, recipe or default_recipe(pretrained, method), changes)
+    asked = asked.replace(distributed=Distributed(shard=False))  # both ways are planned
+    request = _request(place_of(data), asked, pretrained, None, None, teacher, None, chosen)
+    context = run_context(request.plan, request.splits, Ranks(Processes(), chosen), None)
+    available = memory_limit(chosen).free if gpu_memory is None else gpu_memory
+    return plan_cluster(Job(request.plan, context), gpus, available)
+
+
+def _trained(
+    request: "_Request", job: Job, quiet: bool, printed: set[str] | None, evaluate_on: Literal["test", "val"]
+) -> tuple[RunResult, str]:
+    """Train and evaluate; return the result, and as one sentence."""
+    ranks = job.context.ranks
+    with _opened(request, job, quiet, printed) as console, repeatable(job.plan.recipe.deterministic):
+        if request.pretrained is not None:
+            request.pretrained.announce()
+        if job.plan.teacher is not None:
+            job.plan.teacher.bundle.announce()
+        with ranks.together(), ranks.main_first():
+            splits = _splits_to_read(request.splits, evaluate_on, job)
+        with _timed(request.folder, job):
+            final = evaluate_on == "test"
+            result = train_run(job, splits, request.pretrained, request.folder, console, final=final)
+        summary = _summary(result, splits, pretraining=job.plan.recipe.method is not None)
+        _print_result(console, request.folder, result.metrics, summary)
+    return result, summary
 
 
 # ── what to train, and on what ──
@@ -151,7 +192,8 @@ def _job(request: _Request, ranks: Ranks, workers: int | None) -> Job:
     """Decide what the run computes on, and with `batch = "auto"` the batch size that fits there."""
     context = run_context(request.plan, request.splits, ranks, workers)
     images, limit = len(request.splits.train), memory_limit(context.device)
-    return fit_batch_to_memory(Job(request.plan, context), request.folder, images, limit)
+    job = shard_if_needed(Job(request.plan, context), limit)
+    return fit_batch_to_memory(job, request.folder, images, limit)
 
 
 def _splits_to_read(splits: Splits, evaluate_on: Literal["test", "val"], job: Job) -> Splits:

@@ -1,0 +1,94 @@
+"""What a run needs on several GPUs: memory, communication and the largest batch, with whole models and sharded."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from vitrail.models.vit import ViT
+from vitrail.runtime import Processes
+from vitrail.training.auto_batch import FILLED, MemoryLimit, batch_unit, min_over_ranks
+from vitrail.training.context import Job
+from vitrail.training.memory import Forecast, forecast
+from vitrail.training.sharding import ShardedUnits
+from vitrail.training.step import plan_step
+
+COPIES = 6
+"""At most: weights, gradients, DDP's buckets, two averages of Adam, the averaged weights."""
+
+
+class GpuPlan(NamedTuple):
+    """What one of several GPUs needs for a step."""
+
+    sharded: bool
+    memory: Forecast
+    sent: int
+    """Bytes that it sends to the others in a step."""
+    largest_batch: int
+    """The largest batch, over all GPUs, that fits; 0 if none does."""
+    fits: bool
+    """Whether the batch of the recipe fits."""
+
+
+class ClusterPlan(NamedTuple):
+    """What a run needs on several GPUs."""
+
+    gpus: int
+    gpu_memory: int
+    """Bytes of each GPU that the run can use."""
+    batch: int
+    """Images per step, over all GPUs."""
+    parameters: int
+    precision: str
+    device: str
+    """The kind of device whose kernels were counted: "cpu" or "cuda"."""
+    whole: GpuPlan
+    sharded: GpuPlan
+
+    @property
+    def shards(self) -> bool:
+        """Whether `distributed.shard = "auto"` would shard the model."""
+        return self.gpus > 1 and self.whole.memory.standing > FILLED * self.gpu_memory
+
+
+def shard_if_needed(job: Job, limit: MemoryLimit) -> Job:
+    """With `distributed.shard = "auto"`, shard a model whose training state does not fit on one device."""
+    recipe, context = job.plan.recipe, job.context
+    if recipe.distributed.shard != "auto" or context.ranks.alone or recipe.dino is not None:
+        return job
+    free = FILLED * min_over_ranks(limit.free, job.device)
+    if context.precision == "fp16" or COPIES * 4 * _parameters(job) <= free or forecast(job).standing <= free:
+        return job
+    return _sharded_job(job)
+
+
+def plan_cluster(job: Job, gpus: int, gpu_memory: int) -> ClusterPlan:
+    """Forecast a step on several GPUs, without starting it."""
+    ranks = job.context.ranks._replace(processes=Processes(0, gpus, 0))
+    whole = job._replace(context=replace(job.context, ranks=ranks, sharded=False))
+    both = [_gpu_plan(one, gpu_memory) for one in (whole, _sharded_job(whole))]
+    kind = "cuda" if job.device.type == "cuda" else "cpu"
+    return ClusterPlan(gpus, gpu_memory, job.plan.batch, _parameters(job), job.precision, kind, both[0], both[1])
+
+
+def _sharded_job(job: Job) -> Job:
+    execution = plan_step(job.plan.model, job.plan.recipe, job.precision, job.device, alone=False)
+    return job._replace(context=replace(job.context, sharded=True, execution=execution))
+
+
+def _gpu_plan(job: Job, gpu_memory: int) -> GpuPlan:
+    accumulation, ranks = job.plan.recipe.gradient_accumulation, job.processes
+    estimate, usable = forecast(job), FILLED * gpu_memory
+    with torch.device("meta"):
+        units = ShardedUnits.of(ViT(job.plan.model), job.precision)
+    sent = units.sent(ranks, accumulation) if job.context.sharded else 2 * units.trained * (ranks - 1) // ranks
+    unit = batch_unit(job.plan, ranks, accumulation)
+    per_image = max(estimate.in_flight / estimate.images, 1)
+    images = int(max(usable - estimate.standing, 0) / per_image)
+    largest = images * ranks * accumulation // unit * unit
+    return GpuPlan(job.context.sharded, estimate, sent, largest, estimate.total <= usable)
+
+
+def _parameters(job: Job) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in ViT(job.plan.model).parameters())
