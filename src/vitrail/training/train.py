@@ -12,7 +12,8 @@ import torch
 from vitrail.acceleration.planner import Purpose
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.cache import CacheSize, cached
-from vitrail.data.sources.source import place_of
+from vitrail.data.sources.given import Data, given_data
+from vitrail.data.sources.in_memory import InMemory
 from vitrail.data.sources.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.runtime import busy_cpu_note, choose_device, process_group, repeatable
@@ -48,7 +49,7 @@ class Run:
 
 
 def train(
-    data: str | Path = "digits",
+    data: Data = "digits",
     *,
     recipe: str | Path | Recipe | None = None,
     changes: Sequence[str] = (),
@@ -73,7 +74,7 @@ def train(
     """
     if evaluate_on not in ("test", "val"):
         raise ConfigError(f"evaluate_on is {evaluate_on!r}; choose 'test' or 'val'")
-    data, chosen = place_of(data), choose_device(device)
+    data, chosen = given_data(data), choose_device(device)
     with process_group(chosen) as processes, Ranks(processes, chosen).reporting_lost_ranks() as ranks:
         with ranks.together(), ranks.main_first():
             asked = _recipe(recipe, changes, pretrained)
@@ -111,7 +112,7 @@ class _Request(NamedTuple):
 
 
 def _request(
-    data: str | Path,
+    data: str | InMemory,
     recipe: Recipe,
     pretrained: str | Path | Bundle | None,
     overrides: Mapping[str, Any] | None,
