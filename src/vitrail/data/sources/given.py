@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from vitrail.data.inputs import ImageInput
 from vitrail.data.sources.dataframes import frame_data, is_frame
-from vitrail.data.sources.huggingface import huggingface_data, is_huggingface
+from vitrail.data.sources.huggingface import huggingface_data, is_huggingface, open_saved
 from vitrail.data.sources.in_memory import Fingerprint, Fingerprinted, InMemory
 from vitrail.data.sources.index_files import Progress
 from vitrail.data.sources.items import Items, array_data, column_data, is_pair, list_data
@@ -96,6 +96,12 @@ def _convert(data: Any, on_progress: Progress | None) -> InMemory:
         f"the data is of type {home}{kind.__name__}, which is not supported; give a path ({SUPPORTED_DATA}), or "
         "images in Python: (images, labels), a list of pairs, a torch Dataset, a DataFrame or a Hugging Face dataset"
     )
+
+
+def saved_data(place: str) -> InMemory:
+    """Open a folder written by `save_to_disk` of Hugging Face."""
+    saved = open_saved(place)
+    return _mapping_data(saved, None) if isinstance(saved, Mapping) else _convert(saved, None)
 
 
 def _columns(images: Any, labels: Any) -> InMemory:

@@ -250,7 +250,7 @@ def items_of(data: InMemory) -> list[str] | Iterator[Item]:
     """Return the images to predict: paths if all have one, else items that are read one after the other."""
     sources = list(data.splits.values())
     paths = [path for source in sources for path in _paths(source)]
-    return paths if len(paths) == sum(map(len, sources)) else _items(sources)
+    return paths if len(paths) == sum(map(len, sources)) else read_items(sources)
 
 
 def _paths(source: Source) -> list[str]:
@@ -259,10 +259,11 @@ def _paths(source: Source) -> list[str]:
     return [image.path for image in images if isinstance(image, FilePath)]
 
 
-def _items(sources: Sequence[Source]) -> Iterator[Item]:
+def read_items(sources: Sequence[Source], place: str = "") -> Iterator[Item]:
+    """Yield the images of sources; their names start with `place`."""
     for source in sources:
         for index in range(len(source)):
-            name = source.name(index).encode("utf-8", "surrogateescape")
+            name = os.fsencode(place + source.name(index))
             try:
                 yield Item(name, content=source.read(index))
             except DataError as error:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitrail.data.sources.folders import open_folder
-from vitrail.data.sources.given import Data, given_data
-from vitrail.data.sources.huggingface import is_saved, open_saved
+from vitrail.data.sources.given import Data, given_data, saved_data
+from vitrail.data.sources.huggingface import is_saved
 from vitrail.data.sources.in_memory import InMemory
 from vitrail.data.sources.index_files import Progress
 from vitrail.data.sources.labels import Faults, report_faults
@@ -177,7 +177,7 @@ def open_unlabelled(data: Data, *, seed: int = 0, val: float = 0.05) -> Splits:
 def _has_splits(place: str) -> bool:
     """Whether data is in folders or files named after splits."""
     if is_saved(place):
-        return len(_saved(place).splits) > 1
+        return len(saved_data(place).splits) > 1
     if not os.path.isdir(place):
         return not os.path.lexists(place) and place != "digits" and len(_group_shards(_existing_shards(place))) > 1
     inside = _look_into(place)
@@ -190,7 +190,7 @@ def open_source(data: Data, *, on_progress: Progress | None = None) -> Source:
     """Open data as one source, to predict or evaluate. Images without a class have label -1."""
     place = given_data(data, on_progress)
     if isinstance(place, str) and is_saved(place):
-        place = _saved(place)
+        place = saved_data(place)
     if isinstance(place, InMemory):
         return _only_split(place)
     if not os.path.lexists(place):
@@ -250,13 +250,7 @@ def _open_splits(place: str, faults: Faults | None, on_progress: Progress | None
 
 def _saved_splits(place: str) -> dict[str, Source]:
     """Open a folder written by `save_to_disk`."""
-    return _labelled_splits(_saved(place))
-
-
-def _saved(place: str) -> InMemory:
-    opened = given_data(open_saved(place))
-    assert isinstance(opened, InMemory)
-    return opened
+    return _labelled_splits(saved_data(place))
 
 
 def _splits_in(place: str, table: Table | Tables) -> dict[str, Source]:
