@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tests.support.peers import import_peer
 
 from vitrail import Preprocess, ViTConfig, variant_config
 from vitrail.data.inputs import fitted, item_of
@@ -66,9 +67,21 @@ def namespace(page: Path) -> Iterator[dict[str, object]]:
 # ── code ──
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=name_of)
+SLOW_PAGES = {"docs/guides/own-loop.md": "imports Lightning and accelerate"}
+WITH_CODE = [
+    pytest.param(page, marks=[pytest.mark.slow, pytest.mark.filterwarnings("ignore")])  # the warnings are their own
+    if name_of(page) in SLOW_PAGES
+    else page
+    for page in PAGES
+    if python_blocks(page)
+]
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    if name_of(page) in SLOW_PAGES:
+        import_peer("torchvision")  # Lightning imports it if it is there
     with namespace(page) as names, contextlib.redirect_stdout(io.StringIO()):
         for line, code in python_blocks(page):
             # Pad with empty lines, so that tracebacks show the line of the page.

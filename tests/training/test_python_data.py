@@ -6,9 +6,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
+from tests.support.commands import run_command
 from tests.support.python_data import KINDS, TINY, make, some_digits, write_folder
 
 import vitrail
@@ -158,6 +160,28 @@ def test_predictions_of_unlabelled_images_are_as_before(folder: Path, bundle: vi
     assert (rows[0].error is None, rows[1].error) == (False, None)
     summary = vitrail.predict(bundle, make("dataframe", folder), output=tmp_path / "rows.csv", **options)
     assert summary.images == 36
+
+
+def test_commands_read_a_saved_huggingface_dataset(
+    folder: Path,
+    bundle: vitrail.Bundle,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    datasets.disable_progress_bars()
+    monkeypatch.chdir(tmp_path)
+    rows = make("huggingface", folder)
+    datasets.DatasetDict({"train": rows, "test": rows.select(range(0, 36, 2))}).save_to_disk("saved")
+    done = run_command(monkeypatch, capsys, "predict", bundle.origin, "saved", "--output", "rows.csv", "--workers", 0)
+    assert done.code == 0, done.err
+    lines = Path("rows.csv").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 36 + 18 + 1
+    assert '"saved, train row 0"' in lines[1]
+    done = run_command(monkeypatch, capsys, "eval", bundle.origin, "saved", "--workers", 0)
+    assert "18 held-out images" in done.out
+    done = run_command(monkeypatch, capsys, "check", "saved", "--size", 8, "--workers", 0)
+    assert "54 images in 3 classes" in done.out
 
 
 def test_probe(folder: Path, bundle: vitrail.Bundle) -> None:
