@@ -17,8 +17,10 @@ TINY = [
     "steps=6", "batch=8", "evaluations=2", "precision=float32", "model.image_size=8",
     "model.patch_size=4", "model.stem=conv", "model.width=16", "model.depth=1", "model.heads=2",
 ]  # fmt: skip
-KINDS = ("arrays", "tensors", "lists", "pairs", "paths", "pillow", "bytes", "dataset", "tensor dataset", "dataframe")
-KINDS += ("huggingface", "huggingface paths")
+KINDS = (
+    "arrays", "tensors", "lists", "pairs", "paths", "pillow", "bytes", "dataset", "tensor dataset", "dataframe",
+    "huggingface", "huggingface paths",
+)  # fmt: skip
 
 
 def some_digits() -> tuple[np.ndarray, np.ndarray]:

@@ -32,6 +32,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+class Telling(Digits):
+    def __init__(self) -> None:
+        super().__init__()
+        self.targets: list[int] = self.numbers.tolist()
+
+
 def opened(data: object) -> InMemory:
     given = given_data(data)
     assert isinstance(given, InMemory)
@@ -81,8 +87,7 @@ def test_a_split_of_one_dataset_does_not_fit_another() -> None:
 
 
 def test_labels_of_a_dataset_are_known_without_reading_it() -> None:
-    reading, telling = Digits(), Digits()
-    telling.targets = telling.numbers.tolist()  # type: ignore[attr-defined]
+    reading, telling = Digits(), Telling()
     whole = opened(telling).splits["train"]
     np.testing.assert_array_equal(whole.labels, opened(reading).splits["train"].labels)
     assert telling.reads == len(telling) + 1  # sampled, and the first once more
