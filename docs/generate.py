@@ -246,11 +246,22 @@ def _toml(value: Any) -> str:
 # ── Python and the source ──
 
 
+ALIASES = {
+    "Data": (
+        "vitrail.data.sources.given.Data",
+        "What functions take as `data`: a path, or images with labels in Python.",
+    )
+}
+
+
 def names() -> str:
     """Return a table of the public names."""
     rows = []
     for name in vitrail.__all__:
         thing = getattr(vitrail, name)
+        if name in ALIASES:  # a type alias has no docstring that can be asked for
+            rows.append((f"[`{name}`][{ALIASES[name][0]}]", ALIASES[name][1]))
+            continue
         text = "The version, as a string." if isinstance(thing, str) else (inspect.getdoc(thing) or "")
         target = "#" if isinstance(thing, str) else f"#{thing.__module__}.{thing.__qualname__}"
         rows.append((f"`{name}`" if target == "#" else f"[`{name}`][{target[1:]}]", _cell(text.partition("\n\n")[0])))

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tests.support.peers import import_peer
 
 from vitrail import Preprocess, ViTConfig, variant_config
 from vitrail.data.inputs import fitted, item_of
@@ -65,18 +66,25 @@ def namespace(page: Path) -> Iterator[dict[str, object]]:
 
 # ── code ──
 
-SLOW = pytest.mark.slow
+OTHERS_WARN = {"docs/guides/own-loop.md": "Lightning and accelerate"}
+"""Pages that import libraries with warnings of their own."""
 
 
 def pages_with_code() -> list[Any]:
     """Only the README runs with the fast tests; together the other pages take a minute."""
-    pages = [page for page in PAGES if python_blocks(page)]
-    return [pytest.param(page, id=name_of(page), marks=SLOW if page.name != "README.md" else ()) for page in pages]
+    marked = []
+    for page in (page for page in PAGES if python_blocks(page)):
+        marks = [pytest.mark.slow] if page.name != "README.md" else []
+        marks += [pytest.mark.filterwarnings("ignore")] if name_of(page) in OTHERS_WARN else []
+        marked.append(pytest.param(page, id=name_of(page), marks=marks))
+    return marked
 
 
 @pytest.mark.parametrize("page", pages_with_code())
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    if name_of(page) in OTHERS_WARN:
+        import_peer("torchvision")  # Lightning imports it if it is there
     with namespace(page) as names, contextlib.redirect_stdout(io.StringIO()):
         for line, code in python_blocks(page):
             # Pad with empty lines, so that tracebacks show the line of the page.

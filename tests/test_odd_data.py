@@ -1,13 +1,12 @@
-"""Data that is not a path: every function says in one sentence what is supported."""
+"""Data that is neither a path nor images: every function says in one sentence what is supported."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
-import numpy as np
 import pytest
-import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset
 
 import vitrail
 from vitrail.checkpoints.bundle import Bundle
@@ -43,33 +42,23 @@ FUNCTIONS: dict[str, Callable[[object], object]] = {
     "open_source": lambda data: open_source(data),
     "choose_images": lambda data: choose_images(data),
 }
-ODD = {
-    "dataset": Mine(),
-    "torch": TensorDataset(torch.zeros(3, 3, 8, 8)),
-    "array": np.zeros((3, 8, 8)),
-    "tensor": torch.zeros(3, 3, 8, 8),
-    "list": ["a.png", "b.png"],
-    "arrays": (np.zeros((3, 8, 8)), np.zeros(3)),
-    "mapping": {"path": ["a.png"], "label": ["x"]},
-    "nothing": None,
+ODD: dict[str, tuple[object, str]] = {
+    "dataset": (Mine(), "item 0 of the dataset is of type int, not an image"),
+    "list": (["a.png", "b.png"], "a.png, item 0 of the list, does not exist, nor do 1 more"),
+    "mapping": ({"path": ["a.png"], "label": ["x"]}, "the data is a mapping with the keys 'path', 'label'"),
+    "nothing": (None, "the data is of type NoneType, which is not supported; give a path (a folder"),
+    "number": (3, "the data is of type int, which is not supported; give a path"),
 }
 
 
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_data_that_is_not_a_path(function: str, odd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_is_not_supported(function: str, odd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        InputError, match=r"^the data is of type \S+, which is not supported yet; give a path: a folder"
-    ):
-        FUNCTIONS[function](ODD[odd])
+    data, sentence = ODD[odd]
+    with pytest.raises((DataError, InputError), match=re.escape(sentence)):
+        FUNCTIONS[function](data)
     assert not list(tmp_path.iterdir())
-
-
-def test_the_error_names_the_type() -> None:
-    for data, name in ((Mine(), "Mine"), (ODD["array"], "numpy.ndarray"), (ODD["torch"], "torch.TensorDataset")):
-        with pytest.raises(InputError, match=rf"type \S*{name},"):
-            open_data(data)
 
 
 def test_an_empty_path_is_said() -> None:
@@ -85,7 +74,7 @@ def test_a_path_instead_of_a_source() -> None:
 @pytest.mark.parametrize("odd", ["dataset", "nothing"])
 def test_classifier_errors_list_supported_inputs(odd: str) -> None:
     with pytest.raises(InputError, match="expected a path, the bytes of a file"):
-        Classifier(tiny()).predict(cast("str", ODD[odd]))
+        Classifier(tiny()).predict(cast("str", ODD[odd][0]))
 
 
 @pytest.mark.parametrize("source", [None, tiny().model, 3])

@@ -129,7 +129,8 @@ def test_documented_objects_exist(name: str) -> None:
     try:
         importlib.import_module(name)
     except ImportError:
-        assert getattr(importlib.import_module(module), attribute).__doc__
+        found = getattr(importlib.import_module(module), attribute)
+        assert found.__doc__ or name in {target for target, _ in generate.ALIASES.values()}
 
 
 def test_every_public_name_is_rendered() -> None:

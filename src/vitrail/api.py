@@ -14,6 +14,8 @@ from vitrail.checkpoints.convert import Conversion, convert
 from vitrail.checkpoints.inspect import Inspection, inspect
 from vitrail.checkpoints.load import load, ready_bundle
 from vitrail.data.checking.full_check import DataCheck, check
+from vitrail.data.sources.given import Data, given_data
+from vitrail.data.sources.in_memory import InMemory
 from vitrail.data.sources.selection import choose_images, recorded_split
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation import evaluate_chosen
@@ -56,6 +58,7 @@ __all__ = [
     "ClassificationMetrics",
     "ClusterPlan",
     "Conversion",
+    "Data",
     "DataCheck",
     "Description",
     "DrawnFigures",
@@ -102,7 +105,7 @@ _SERVE_PACKAGES = ("starlette", "uvicorn", "prometheus_client", "python_multipar
 
 
 def train(
-    data: str | Path = "digits",
+    data: Data = "digits",
     *,
     recipe: str | Path | Recipe | None = None,
     changes: Sequence[str] = (),
@@ -119,7 +122,8 @@ def train(
 ) -> Run:
     """Train or fine-tune an image classifier, evaluate it on the test split, and write a report.
 
-    The same call resumes an interrupted run, because the same data and recipe give the same `folder`.
+    `data` is a path or images in Python (`Data`). The same call resumes an interrupted run, because the same data and
+    recipe give the same `folder`.
 
     `recipe` is the name of a built-in recipe, the path of a TOML file, or a `Recipe`. `changes` change its settings,
     such as `["optimizer.lr=3e-4", "epochs=50"]`. `pretrained` is the model to fine-tune; `overrides` and `keys`
@@ -129,25 +133,26 @@ def train(
     """
     for argument in unknown:
         raise unknown_setting(train, argument, unknown[argument])
+    data = given_data(data)
     run = train_run(
         data, recipe=recipe, changes=changes, pretrained=pretrained, overrides=overrides, keys=keys, teacher=teacher,
         folder=folder, device=device, workers=workers, quiet=quiet, evaluate_on=evaluate_on,
     )  # fmt: skip
     if evaluate_on != "test" or os.environ.get("RANK", "0") != "0":  # only rank 0 writes the report
         return run
-    return _with_report(run, quiet=quiet)
+    return _with_report(run, data, quiet=quiet)
 
 
-def _with_report(run: Run, *, quiet: bool) -> Run:
+def _with_report(run: Run, data: str | InMemory, *, quiet: bool) -> Run:
     """Write the report of a finished run."""
-    path, message = report_of_finished(run.folder)
+    path, message = report_of_finished(run.folder, data if isinstance(data, InMemory) else None)
     if not quiet:
         print(printable(message), file=sys.stderr)
     return replace(run, report=path)
 
 
 def pretrain(
-    images: str | Path,
+    images: Data,
     *,
     method: str = "mae",
     teacher: str | Path | Bundle | None = None,
@@ -168,16 +173,17 @@ def pretrain(
     """
     for argument in unknown:
         raise unknown_setting(pretrain, argument, unknown[argument])
+    data = given_data(images)
     run = train_run(
-        images, method=method, recipe=recipe, changes=changes, teacher=teacher, folder=folder, device=device,
+        data, method=method, recipe=recipe, changes=changes, teacher=teacher, folder=folder, device=device,
         workers=workers, quiet=quiet,
     )  # fmt: skip
-    return run if os.environ.get("RANK", "0") != "0" else _with_report(run, quiet=quiet)
+    return run if os.environ.get("RANK", "0") != "0" else _with_report(run, data, quiet=quiet)
 
 
 def evaluate(
     model: str | Path | Bundle,
-    data: str | Path,
+    data: Data,
     *,
     split: Literal["test", "val", "train", "all"] | None = None,
     by_number: bool = False,

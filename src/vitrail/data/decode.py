@@ -98,7 +98,7 @@ class _Array:
         _check_size(self.width, self.height)
 
     def pixels(self, channels: int, *, scale: float = 1.0) -> Pixels:  # noqa: ARG002 - already decoded
-        array = _to_bytes(self.array)
+        array = to_bytes(self.array)
         actual = array.shape[2]
         if actual == channels:
             return array
@@ -211,7 +211,7 @@ def _as_mode(image: Image.Image, mode: str) -> Pixels:
         # Pillow uses mode "I" for 16-bit images of some formats, whose values may all be small.
         array = np.asarray(image)
         sixteen = image.mode == "I" and image.format in ("PNG", "PPM")
-        grey = Image.fromarray(_to_bytes(array.clip(0, 65535).astype(np.uint16) if sixteen else array))
+        grey = Image.fromarray(to_bytes(array.clip(0, 65535).astype(np.uint16) if sixteen else array))
         image = grey if mode == "L" else grey.convert("RGB")
     if mode != "RGBA" and image.has_transparency_data:
         image = image.convert("RGBA")
@@ -237,13 +237,13 @@ def _frames(image: Image.Image, channels: int) -> Pixels:
     for page in range(pages):
         image.seek(page)
         _check_size(*image.size)  # each page has its own size
-        layers.append(_to_bytes(np.asarray(image)))
+        layers.append(to_bytes(np.asarray(image)))
     if any(layer.shape != layers[0].shape or layer.ndim != 2 for layer in layers):
         raise DataError(f"the {pages} pages are not grey images of equal size, so they cannot be channels")
     return np.stack(layers, axis=2)
 
 
-def _to_bytes(array: Pixels) -> Pixels:
+def to_bytes(array: Pixels) -> Pixels:
     """Convert values to 0…255: 16-bit values are scaled, floats are expected in 0…1."""
     if array.dtype == np.uint8:
         return array

@@ -86,6 +86,8 @@ def is_one(images: object) -> bool:
 
 def name_of(image: object, number: int | None) -> str:
     """Return an image's name for messages; `number` is its position among several."""
+    if isinstance(image, Item):
+        return printable_path(image.name)
     if isinstance(image, str | os.PathLike):
         return printable_path(os.fspath(image))
     return "the image" if number is None else f"image {number}"
@@ -94,6 +96,8 @@ def name_of(image: object, number: int | None) -> str:
 def item_of(image: object, channels: int) -> Item:
     """Turn an input into an item, for a model with `channels` channels."""
     match image:
+        case Item():
+            return image
         case str() | os.PathLike():
             path = os.fsencode(image)
             if is_url(path):

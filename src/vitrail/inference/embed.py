@@ -12,6 +12,7 @@ from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import ready_bundle
 from vitrail.checkpoints.writing import atomic_file, check_target
 from vitrail.data.batches import BadImage
+from vitrail.data.sources.given import Data
 from vitrail.data.sources.selection import choose_images, recorded_split
 from vitrail.data.sources.source import Source
 from vitrail.errors import CheckpointError
@@ -54,7 +55,7 @@ class EmbedResult(NamedTuple):
 @overload
 def embed(
     bundle: Bundle | str | Path,
-    data: str | Path,
+    data: Data,
     output: None = None,
     *,
     tokens: FeatureKind = "pooled",
@@ -78,7 +79,7 @@ def embed(
 @overload
 def embed(
     bundle: Bundle | str | Path,
-    data: str | Path,
+    data: Data,
     output: str | Path,
     *,
     tokens: FeatureKind = "pooled",
@@ -101,7 +102,7 @@ def embed(
 
 def embed(
     bundle: Bundle | str | Path,
-    data: str | Path,
+    data: Data,
     output: str | Path | None = None,
     *,
     tokens: FeatureKind = "pooled",

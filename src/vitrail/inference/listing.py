@@ -16,6 +16,9 @@ from typing import cast
 
 from vitrail.data.inputs import A_URL, Item, is_url
 from vitrail.data.sources.columns import ManifestRow
+from vitrail.data.sources.given import saved_data
+from vitrail.data.sources.huggingface import is_saved
+from vitrail.data.sources.items import read_items
 from vitrail.data.sources.manifests import path_of, read_csv, read_in_words, read_jsonl
 from vitrail.data.sources.opening import MANIFESTS, PACKED
 from vitrail.data.sources.parquet import read_parquet
@@ -94,6 +97,8 @@ def _items(place: str, stdin: BufferedReader | None, null: bool, skipped: Skippe
     path = os.fsencode(place)
     if place == STDIN:
         yield from _listed(_lines(stdin, null)) if stdin is not None else ()
+    elif is_saved(place):
+        yield from read_items(list(saved_data(place).splits.values()), f"{place}, ")
     elif os.path.isdir(place):
         yield from _folder(path, skipped)
     elif os.path.lexists(place):

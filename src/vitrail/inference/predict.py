@@ -11,6 +11,8 @@ from typing import Any, overload
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import ready_bundle
 from vitrail.data.inputs import ImageInput, Item, is_one, item_of, name_of, no_image
+from vitrail.data.sources.given import Data, given_data, lists_images
+from vitrail.data.sources.items import items_of
 from vitrail.errors import ConfigError, DataError, VitrailError
 from vitrail.inference.bulk_prediction import SAMPLE, Summary, predict_files, resolve_precision
 from vitrail.inference.classifier import BATCH, Predictor, check_counts, check_precision
@@ -27,7 +29,7 @@ _log = logging.getLogger("vitrail")
 @overload
 def predict(
     model: Bundle | str | Path,
-    images: ImageInput | Iterable[ImageInput],
+    images: Data | ImageInput | Iterable[ImageInput],
     *,
     top: int = 5,
     output: None = None,
@@ -72,7 +74,7 @@ def predict(
 
 def predict(
     model: Bundle | str | Path,
-    images: ImageInput | Iterable[ImageInput],
+    images: Data | ImageInput | Iterable[ImageInput],
     *,
     top: int = 5,
     output: str | Path | None = None,
@@ -93,10 +95,11 @@ def predict(
     """Predict images: `predict("runs/pets/best", "new/")` returns a `Prediction` per image, in order.
 
     `images` are paths, one or several: files, folders, patterns, manifests, tar shards, "digits", or "-" for paths on
-    stdin (NUL-separated with `null`). Or they are images in memory: Pillow images, arrays, tensors, bytes of files. An
-    unreadable image has an `error` instead; if no image can be read, `DataError` is raised. Files without an image
-    suffix are skipped, with a warning (logger "vitrail"). `model` is a bundle or anything that `load` opens, with the
-    same `overrides` and `keys`. To ask one model many times, open it once with `Classifier`.
+    stdin (NUL-separated with `null`). Or they are images in memory: Pillow images, arrays, tensors, bytes of files, or
+    a dataset as `train` takes it (`Data`), whose labels are ignored. An unreadable image has an `error` instead; if no
+    image can be read, `DataError` is raised. Files without an image suffix are skipped, with a warning (logger
+    "vitrail"). `model` is a bundle or anything that `load` opens, with the same `overrides` and `keys`. To ask one
+    model many times, open it once with `Classifier`.
 
     With `output`, the rows of paths are written to a file as they come (.jsonl, .csv, .parquet or .txt, or `format`),
     and a summary is returned; "-" is stdout. `resume` continues an interrupted job, `overwrite` replaces a file.
@@ -104,7 +107,7 @@ def predict(
     check_counts(top, batch)
     if output is None and format is not None:
         raise ConfigError("a format needs an output; name a file, or '-' for stdout")
-    paths, others = _sorted_by_kind(images)
+    paths, others = _sorted_by_kind(_listed(images))
     if others is not None and output is not None:
         raise ConfigError("only images with paths are written to a file; save these first, or omit output")
     opened = ready_bundle(model, overrides=overrides, keys=keys)
@@ -148,6 +151,14 @@ class _Rows(Sink):
     def write(self, rows: Sequence[PredictionRow]) -> None:
         self.predictions += [replace(row.prediction, image=os.fsdecode(row.path)) for row in rows]
         super().write(rows)
+
+
+def _listed(images: object) -> object:
+    """Return the images of a dataset, a table or a list of pairs; anything else as it is."""
+    if not lists_images(images):
+        return images
+    data = given_data(images)
+    return data if isinstance(data, str) else items_of(data)
 
 
 def _sorted_by_kind(images: object) -> tuple[list[str], Iterator[Any] | None]:

@@ -14,8 +14,10 @@ from torch import Tensor
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import ready_bundle
 from vitrail.data.batches import BadImage
+from vitrail.data.sources.given import Data, given_data
+from vitrail.data.sources.in_memory import InMemory
 from vitrail.data.sources.index_files import Progress
-from vitrail.data.sources.opening import open_data
+from vitrail.data.sources.opening import open_data, title_of
 from vitrail.data.sources.selection import recorded_split
 from vitrail.data.sources.source import Source
 from vitrail.data.sources.splits import Splits, split_indices
@@ -25,7 +27,6 @@ from vitrail.inference.protocols import choose_linear, draw_examples, fit_least_
 from vitrail.metrics.intervals import Interval, wilson_interval
 from vitrail.metrics.neighbours import check_k, vote
 from vitrail.runtime import OnProgress, Precision, choose_device, on_stage
-from vitrail.text import printable_path
 
 Method = Literal["fewshot", "knn", "linear"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -143,7 +144,7 @@ class Collected(NamedTuple):
 
 def probe(
     bundle: Bundle | str | Path,
-    data: str | Path,
+    data: Data,
     *,
     only: Sequence[Method] = METHODS,
     shots: Sequence[int] | None = None,
@@ -177,20 +178,21 @@ def probe(
 
 
 def open_splits(
-    data: str | Path, plan: ProbePlan, record: Mapping[str, Any] | None = None, *, on_progress: Progress | None = None
+    data: Data, plan: ProbePlan, record: Mapping[str, Any] | None = None, *, on_progress: Progress | None = None
 ) -> Splits:
     """Open data in its splits: those of the model's own run if `record` fits this data, else as training would."""
-    splits = _open(data, record, on_progress)
+    opened = given_data(data, on_progress)
+    splits = _open(opened, record, on_progress)
     if (splits.test if plan.split == "test" else splits.val) is None:
         other = "; evaluate on its validation split with --split val (split='val')" if splits.val is not None else ""
-        raise DataError(f"{printable_path(str(data))} has no {plan.split} split to evaluate on{other}")
+        raise DataError(f"{title_of(opened)} has no {plan.split} split to evaluate on{other}")
     _resolve_shots(plan, splits.train.labels, splits.train.classes)
     if "knn" in plan.only and plan.k is not None:
         check_k(max(plan.k), len(splits.train))
     return splits
 
 
-def _open(data: str | Path, record: Mapping[str, Any] | None, on_progress: Progress | None) -> Splits:
+def _open(data: str | InMemory, record: Mapping[str, Any] | None, on_progress: Progress | None) -> Splits:
     if record is not None:
         try:
             splits = open_data(data, record=record, on_progress=on_progress)

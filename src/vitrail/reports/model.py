@@ -7,6 +7,7 @@ import shlex
 from vitrail._version import __version__
 from vitrail.charts.svg import escape
 from vitrail.checkpoints.bundle import TEACHER, WEIGHTS, Bundle
+from vitrail.data.sources.in_memory import TITLES, recorded_kind
 from vitrail.io import file_digest
 from vitrail.models.stages import cost
 from vitrail.models.variants import variant_name
@@ -134,6 +135,8 @@ def reproduce(run: Record) -> Section:
     """Return everything needed to reproduce the run and to verify the result."""
     pretrained = str(run.origin.get("pretrained", ""))
     body = f'<pre class="wrap"><code>{escape(command(run))}</code></pre>'
+    if kind := recorded_kind(run.data):
+        body += paragraph(f"DATA is {TITLES[kind]} with the fingerprint {run.data.partition(':')[2]}, from Python.")
     if pretrained:
         source = run.provenance.get("source")
         named = f" ({source})" if source else ""
@@ -158,7 +161,7 @@ def command(run: Record) -> str:
     words = [
         "vitrail",
         "train" if run.method is None else "pretrain",
-        run.data or "DATA",
+        "DATA" if recorded_kind(run.data) else run.data or "DATA",
         "--recipe",
         str(run.folder / RECIPE),
     ]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from vitrail.data.sources.given import Data
 from vitrail.errors import ConfigError
 from vitrail.reports.classes import calibration, classes, confusion, mistakes
 from vitrail.reports.compare import compare
@@ -49,27 +50,32 @@ class WrittenReport(NamedTuple):
     """A sentence for each file of the run that exists but cannot be read; the report shows them, too."""
 
 
-def report(run: str | Path, other: str | Path | None = None, out: str | Path | None = None) -> Path:
+def report(
+    run: str | Path, other: str | Path | None = None, out: str | Path | None = None, *, data: Data | None = None
+) -> Path:
     """Write a self-contained HTML report of a run, and return its path.
 
-    With `other`, compare the two runs. By default the report is written to the folder of the first run. Files of the
-    run that cannot be read are listed in the report and logged as warnings (logger "vitrail"). A folder without
-    recipe.toml is not a run and raises `ConfigError`.
+    With `other`, compare the two runs. By default the report is written to the folder of the first run. `data` is the
+    data of the run if it was in memory; without it, such a report shows no images. Files of the run that cannot be read
+    are listed in the report and logged as warnings (logger "vitrail"). A folder without recipe.toml is not a run and
+    raises `ConfigError`.
     """
-    written = write_report(run, other, out)
+    written = write_report(run, other, out, data)
     for sentence in written.unreadable:
         _log.warning("%s", sentence)
     return written.path
 
 
-def write_report(run: str | Path, other: str | Path | None = None, out: str | Path | None = None) -> WrittenReport:
+def write_report(
+    run: str | Path, other: str | Path | None = None, out: str | Path | None = None, data: Data | None = None
+) -> WrittenReport:
     """Write a report like `report`, but return the unreadable files instead of logging them."""
     one = read_run(run)
     two = None if other is None else read_run(other)
     target = Path(out) if out is not None else one.folder / _default_name(two)
     _check_target(target)
     if two is None:
-        artifacts = open_artifacts(one)
+        artifacts = open_artifacts(one, data)
         unreadable = (*one.unreadable, *artifacts.unreadable, *unreadable_samples(one), *unreadable_previews(one))
         text = _single(artifacts, unreadable)
     else:
@@ -103,13 +109,13 @@ def _check_target(target: Path) -> None:
                 raise ConfigError(f"{target} exists and is not a report; choose another --out")
 
 
-def report_of_finished(folder: Path) -> tuple[Path | None, str]:
+def report_of_finished(folder: Path, data: Data | None = None) -> tuple[Path | None, str]:
     """Write the report of a run that has just finished; return its path, or None, and a message.
 
     Errors are returned as the message and not raised, because the run itself is complete.
     """
     try:
-        path = report(folder)
+        path = report(folder, data=data)
     except Exception as error:
         again = f"vitrail report {folder}"
         return (

@@ -13,6 +13,8 @@ from PIL import Image
 from vitrail.charts.svg import escape
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import load
+from vitrail.data.sources.given import Data
+from vitrail.data.sources.in_memory import recorded_kind
 from vitrail.data.sources.opening import open_data, open_unlabelled
 from vitrail.data.sources.source import Source
 from vitrail.errors import DataError, VitrailError
@@ -101,8 +103,11 @@ class RunArtifacts:
         return items
 
 
-def open_artifacts(run: Record) -> RunArtifacts:
-    """Open the best model and the held-out images of a run, as far as they are available."""
+def open_artifacts(run: Record, data: Data | None = None) -> RunArtifacts:
+    """Open the best model and the held-out images of a run, as far as they are available.
+
+    `data` are the images of a run on data in memory.
+    """
     bundle, why_no_bundle = None, ""
     try:
         bundle = load(run.folder / BEST)
@@ -110,23 +115,26 @@ def open_artifacts(run: Record) -> RunArtifacts:
         why_no_bundle = ended(f"The best model cannot be opened: {error}")
     source, why_no_images = None, ""
     try:
-        source = _held_out(run)
+        source = _held_out(run, data)
     except (VitrailError, OSError, KeyError, TypeError) as error:
         why_no_images = ended(f"The images cannot be shown because the data of the run cannot be opened: {error}")
     return RunArtifacts(run, bundle, why_no_bundle, source, why_no_images)
 
 
-def _held_out(run: Record) -> Source:
+def _held_out(run: Record, data: Data | None) -> Source:
     if not run.data or run.split is None:
         raise DataError("the run does not record its path")
+    if data is None and recorded_kind(run.data):
+        raise DataError("it was in memory; write the report with vitrail.report(run, data=...)")
+    place: Data = run.data if data is None else data
     if run.method is not None:
-        return _pretraining_images(run.data, run.split)
-    splits = open_data(run.data, record=run.split)
+        return _pretraining_images(place, run.split)
+    splits = open_data(place, record=run.split)
     source: Source = splits.test or splits.val or splits.train
     return source
 
 
-def _pretraining_images(data: str, record: dict[str, Any]) -> Source:
+def _pretraining_images(data: Data, record: dict[str, Any]) -> Source:
     """Return the images that a pretraining run validated on; raise if the data has changed."""
     splits = open_unlabelled(data, seed=record["seed"], val=record["fractions"]["val"])
     if json.loads(json.dumps(splits.record)) != record:

@@ -1,13 +1,13 @@
 """What a run computes on, decided once: its images, precision, workers, execution path, images on the device."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from vitrail.acceleration.planner import ExecutionPlan, hardware_of, usual_precision
 from vitrail.data.batches import default_workers
+from vitrail.data.sources.given import Data
 from vitrail.data.sources.opening import open_data, open_unlabelled
 from vitrail.data.sources.splits import Splits
 from vitrail.runtime import Precision
@@ -64,7 +64,7 @@ class Job(NamedTuple):
         return max(1, self.plan.batch // (self.processes * self.plan.recipe.gradient_accumulation))
 
 
-def open_splits(data: str | Path, recipe: Recipe) -> Splits:
+def open_splits(data: Data, recipe: Recipe) -> Splits:
     """Open the data of a run; whatever depends on the training images sees only those that the recipe keeps."""
     kept = recipe.data
     if recipe.method is not None:

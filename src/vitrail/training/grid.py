@@ -12,6 +12,7 @@ import torch
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.batches import Training
+from vitrail.data.sources.in_memory import InMemory
 from vitrail.data.sources.splits import Splits
 from vitrail.data.stream import Stream
 from vitrail.errors import ConfigError
@@ -140,7 +141,7 @@ def format_value(value: Any) -> str:
 class TrialPlanner:
     """Resolves and validates combinations of settings before the first of them is trained."""
 
-    data: str | Path
+    data: str | Path | InMemory
     bundle: Bundle | None
     device: str
     teacher: Teacher | None = None

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from vitrail.checkpoints.bundle import Bundle
+from vitrail.data.sources.in_memory import InMemory, recorded_kind
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.io import (
     ContentError,
@@ -52,17 +53,18 @@ class Origin(NamedTuple):
     """The inputs of a run besides its recipe."""
 
     data: str
-    """Path of the data."""
+    """Path of the data; for data in memory its kind and fingerprint."""
     pretrained: str
     """Checksum of the pretrained model's weights and config; empty when training from scratch."""
     teacher: str = ""
     """Checksum of the teacher; empty without one."""
 
 
-def origin_of(data: str | Path, pretrained: Bundle | None, teacher: Teacher | None = None) -> Origin:
+def origin_of(data: str | Path | InMemory, pretrained: Bundle | None, teacher: Teacher | None = None) -> Origin:
     """Return the origin of a run."""
     taught_by = "" if teacher is None else teacher.digest
-    place = str(data) if str(data) == BUILT_IN else str(Path(data).resolve())
+    named = isinstance(data, InMemory) or str(data) == BUILT_IN
+    place = str(data) if named else str(Path(str(data)).resolve())
     if pretrained is None:
         return Origin(place, "", taught_by)
     digest = hashlib.blake2b(pretrained.model.config.resolved().to_json().encode(), digest_size=16)
@@ -77,7 +79,8 @@ def default_folder(origin: Origin, recipes: Sequence[Recipe]) -> Path:
     given = [origin.data, origin.pretrained, *([origin.teacher] if origin.teacher else [])]
     words = "\n".join([*sorted(recipe.identity().to_json() for recipe in recipes), *given])
     fingerprint = hashlib.blake2b(words.encode(), digest_size=3).hexdigest()
-    return Path("runs") / f"{Path(origin.data).name or 'data'}-{fingerprint}"
+    name = recorded_kind(origin.data) or Path(origin.data).name or "data"
+    return Path("runs") / f"{name}-{fingerprint}"
 
 
 def keep_origin(folder: Path, origin: Origin) -> str | None:
@@ -111,6 +114,11 @@ def keep_origin(folder: Path, origin: Origin) -> str | None:
             "without a teacher" if not old.teacher else "with another teacher" if origin.teacher else "with a teacher"
         )
         raise ConfigError(f"{folder} holds a run that was trained {taught}; choose another --run, or use the same one")
+    if old.data != origin.data and (recorded_kind(old.data) or recorded_kind(origin.data)):
+        raise ConfigError(
+            f"{folder} holds a run on other data ({old.data} there and {origin.data} here); choose another folder, "
+            "or pass the same images and labels in the same order"
+        )
     return (
         None
         if old.data == origin.data

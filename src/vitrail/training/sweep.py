@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Never, overload
 
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.data.sources.source import place_of
+from vitrail.data.sources.given import Data, given_data
+from vitrail.data.sources.in_memory import InMemory
 from vitrail.errors import ConfigError, Diverged
 from vitrail.runtime import choose_device
 from vitrail.tasks.metrics import MetricSpec
@@ -76,7 +77,7 @@ class Sweep:
 
 @overload
 def sweep(
-    data: str | Path = "digits",
+    data: Data = "digits",
     *,
     over: Mapping[str, Sequence[Any]],
     recipe: str | Path | Recipe | None = None,
@@ -95,7 +96,7 @@ def sweep(
 
 @overload
 def sweep(
-    data: str | Path = "digits",
+    data: Data = "digits",
     *,
     candidates: str | Path | Mapping[str, Any],
     only: Sequence[str] = (),
@@ -114,7 +115,7 @@ def sweep(
 
 
 def sweep(
-    data: str | Path = "digits",
+    data: Data = "digits",
     *,
     over: Mapping[str, Sequence[Any]] | None = None,
     candidates: str | Path | Mapping[str, Any] | None = None,
@@ -154,7 +155,9 @@ def sweep(
         raise ConfigError(f"jobs is {jobs!r}; pass a number of runs, at least 1")
     if only and candidates is None:
         raise ConfigError("only selects candidates of a file; this sweep has none")
-    data = place_of(data)
+    data = given_data(data)
+    if jobs > 1 and isinstance(data, InMemory):
+        raise ConfigError(f"jobs is {jobs}, but {data.title} cannot be sent to other processes; use jobs=1, or files")
     kind = choose_device(device).type  # raises for an invalid device before anything is read
     if candidates is not None:
         file = read_candidates(candidates)

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import TypeAdapter, ValidationError
 
 from vitrail.checkpoints.bundle import Bundle
+from vitrail.data.sources.in_memory import InMemory
 from vitrail.errors import CheckpointError, ConfigError, Diverged
 from vitrail.io import ContentError, read_json
 from vitrail.tasks.lookup import task_named
@@ -67,7 +68,7 @@ class SweepRun:
 class SweepTraining:
     """The arguments of `train` that all runs share."""
 
-    data: str | Path
+    data: str | Path | InMemory
     pretrained: Bundle | None
     device: str
     workers: int | None

@@ -12,7 +12,8 @@ import torch
 from vitrail.acceleration.planner import Purpose
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.cache import CacheSize, cached
-from vitrail.data.sources.source import place_of
+from vitrail.data.sources.given import Data, given_data
+from vitrail.data.sources.in_memory import InMemory
 from vitrail.data.sources.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.runtime import Processes, busy_cpu_note, choose_device, process_group, repeatable
@@ -49,7 +50,7 @@ class Run:
 
 
 def train(
-    data: str | Path = "digits",
+    data: Data = "digits",
     *,
     method: str | None = None,
     recipe: str | Path | Recipe | None = None,
@@ -76,7 +77,7 @@ def train(
     """
     if evaluate_on not in ("test", "val"):
         raise ConfigError(f"evaluate_on is {evaluate_on!r}; choose 'test' or 'val'")
-    data, chosen = place_of(data), choose_device(device)
+    data, chosen = given_data(data), choose_device(device)
     with process_group(chosen) as processes, Ranks(processes, chosen).reporting_lost_ranks() as ranks:
         with ranks.together(), ranks.main_first():
             asked = recipe_for(method, recipe or default_recipe(pretrained, method), changes)
@@ -89,7 +90,7 @@ def train(
 
 
 def plan(
-    data: str | Path = "digits",
+    data: Data = "digits",
     *,
     gpus: int,
     gpu_memory: int | None = None,
@@ -112,7 +113,7 @@ def plan(
     chosen = choose_device(device)
     asked = recipe_for(method, recipe or default_recipe(pretrained, method), changes)
     asked = asked.replace(distributed=Distributed(shard=False))  # both ways are planned
-    request = _request(place_of(data), asked, pretrained, None, None, teacher, None, chosen)
+    request = _request(given_data(data), asked, pretrained, None, None, teacher, None, chosen)
     context = run_context(request.plan, request.splits, Ranks(Processes(), chosen), None)
     available = memory_limit(chosen).free if gpu_memory is None else gpu_memory
     return plan_cluster(Job(request.plan, context), gpus, available)
@@ -154,7 +155,7 @@ class _Request(NamedTuple):
 
 
 def _request(
-    data: str | Path,
+    data: str | InMemory,
     recipe: Recipe,
     pretrained: str | Path | Bundle | None,
     overrides: Mapping[str, Any] | None,

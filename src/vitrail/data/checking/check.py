@@ -36,14 +36,14 @@ from vitrail.data.checking.survey import Survey, SurveyProgress, survey, survey_
 from vitrail.data.image_files import ENDINGS, HEAD, sniff_file
 from vitrail.data.sources.contents import Contents
 from vitrail.data.sources.folders import Folder
+from vitrail.data.sources.in_memory import InMemory
 from vitrail.data.sources.index_files import Progress
 from vitrail.data.sources.labels import Faults, report_faults
-from vitrail.data.sources.opening import open_data
+from vitrail.data.sources.opening import open_data, title_of
 from vitrail.data.sources.shards import Shards
 from vitrail.data.sources.source import SkippedFile, Source
 from vitrail.data.sources.splits import Splits
 from vitrail.errors import DataError
-from vitrail.text import printable_path
 
 SIDES = (0, 32, 64, 128, 224, 384, 512, 768, 1024, 2048, 4096)
 """Lower edges of the size histogram's bins."""
@@ -118,13 +118,13 @@ class Report:
         }
 
 
-def open_to_check(place: str, *, on_progress: Progress | None = None) -> tuple[Splits, Faults]:
+def open_to_check(place: str | InMemory, *, on_progress: Progress | None = None) -> tuple[Splits, Faults]:
     """Open the usable part of a dataset and return it with the faults; if nothing is usable, raise with all faults."""
     faults: Faults = []
     try:
         return open_data(place, faults=faults, on_progress=on_progress), faults
     except DataError as error:
-        report_faults([*faults, str(error)], printable_path(place), None, listed=len(faults) + 1)
+        report_faults([*faults, str(error)], title_of(place), None, listed=len(faults) + 1)
         raise
 
 

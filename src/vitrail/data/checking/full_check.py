@@ -8,7 +8,10 @@ from vitrail.data.batches import default_workers
 from vitrail.data.checking.check import Report, check_data, open_to_check
 from vitrail.data.checking.contact_sheet import contact_sheet, save_sheet
 from vitrail.data.checking.speed import Bound, Speed, available_cores, measure_speed
+from vitrail.data.sources.given import Data, given_data
+from vitrail.data.sources.in_memory import InMemory
 from vitrail.data.sources.labels import report_faults
+from vitrail.data.sources.opening import title_of
 from vitrail.errors import ConfigError
 from vitrail.runtime import OnProgress, on_stage
 
@@ -52,7 +55,7 @@ class DataCheck:
 
 
 def check(
-    data: str | Path,
+    data: Data,
     *,
     size: int = 224,
     images_per_second: float | None = None,
@@ -69,7 +72,8 @@ def check(
     if not isinstance(size, int) or size < 1:
         raise ConfigError(f"size is {size!r}; it should be the image size in pixels, such as 224")
     target = None if sheet is None else _check_sheet(Path(sheet))
-    splits, faults = open_to_check(str(data), on_progress=on_stage(on_progress, "listing"))
+    opened = given_data(data, on_stage(on_progress, "listing"))
+    splits, faults = open_to_check(opened, on_progress=on_stage(on_progress, "listing"))
     # Before the check, which reads every file into the page cache.
     speed = measure_speed(splits.train, size=(size, size), on_progress=on_stage(on_progress, "measuring"))
     workers = default_workers() if workers is None else workers
@@ -79,13 +83,17 @@ def check(
     if not report.usable:
         first = report.unreadable[0]
         none = f"none of the {report.images:,} images can be read; the first, {first.image.name}: {first.reason}"
-        report_faults([*faults, none], str(data), None, listed=len(faults) + 1)
+        report_faults([*faults, none], title_of(opened), None, listed=len(faults) + 1)
     if target is not None:
-        save_sheet(contact_sheet(splits.train, title=f"{Path(data).name or data}, training split"), target)
+        save_sheet(contact_sheet(splits.train, title=f"{_short_title(opened)}, training split"), target)
     cores = available_cores()
     speeds = SPEEDS if images_per_second is None else (images_per_second,)
     bounds = () if speed is None else tuple(speed.bound(compute, cores) for compute in speeds)
     return DataCheck(report, speed, bounds, cores, target)
+
+
+def _short_title(data: str | InMemory) -> str:
+    return title_of(data) if isinstance(data, InMemory) else Path(data).name or data
 
 
 def _check_sheet(sheet: Path) -> Path:

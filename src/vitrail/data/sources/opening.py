@@ -9,12 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitrail.data.sources.folders import open_folder
+from vitrail.data.sources.given import Data, given_data, saved_data
+from vitrail.data.sources.huggingface import is_saved
+from vitrail.data.sources.in_memory import InMemory
 from vitrail.data.sources.index_files import Progress
 from vitrail.data.sources.labels import Faults, report_faults
 from vitrail.data.sources.manifests import open_manifest
 from vitrail.data.sources.parquet import Table, Tables, open_parquet, open_tables
 from vitrail.data.sources.shards import open_shards
-from vitrail.data.sources.source import SUFFIXES, Keyed, Labels, Pixels, Source, digits, place_of, reason_of
+from vitrail.data.sources.source import SUFFIXES, Keyed, Labels, Pixels, Source, digits, reason_of
 from vitrail.data.sources.splits import (
     SPLITS,
     Splits,
@@ -67,7 +70,7 @@ class Renumbered:
 
 
 def open_data(
-    place: str | os.PathLike[str],
+    data: Data,
     *,
     seed: int = 0,
     val: float = 0.1,
@@ -80,26 +83,29 @@ def open_data(
 ) -> Splits:
     """Open training data in three splits: those that the data defines, the others drawn from train.
 
-    `place` is a folder with one sub-folder per class (or with such folders in train/, val/ and test/), a manifest
-    (.csv, .tsv, .jsonl, .parquet), tar shards or Parquet files (one, a folder of them, a pattern), or the word
-    "digits". `fraction` keeps only this fraction of every class in the training split, `per_class` at most this many
-    images of it; with the same seed, a smaller subset is contained in every larger one. The `record` of an earlier
-    split reproduces it, regardless of `seed` and the fractions. With `faults`, unusable items are skipped and named
-    there, and data that cannot be split is used for training only.
+    `data` is a folder with one sub-folder per class (or with such folders in train/, val/ and test/), a manifest
+    (.csv, .tsv, .jsonl, .parquet), tar shards or Parquet files (one, a folder of them, a pattern), a folder written by
+    `save_to_disk` of Hugging Face, the word "digits", or a Python object with images (`Data`).
+
+    `fraction` keeps only this fraction of every class in the training split, `per_class` at most this many images of
+    it; with the same seed, a smaller subset is contained in every larger one. The `record` of an earlier split
+    reproduces it, regardless of `seed` and the fractions. With `faults`, unusable items are skipped and named there,
+    and data that cannot be split is used for training only.
     """
     check_subset(fraction, per_class)
-    place = place_of(place)
-    named = _open_splits(place, faults, on_progress)
+    opened = given_data(data, on_progress)
+    title = title_of(opened)
+    named = _labelled_splits(opened) if isinstance(opened, InMemory) else _open_splits(opened, faults, on_progress)
     train = named["train"]
-    wrong = _too_few_classes(place, train)
+    wrong = _too_few_classes(title, train)
     for name in named.keys() - {"train"}:
-        strange = strange_classes(named[name], train, f"the {name} split of {printable_path(place)}")
+        strange = strange_classes(named[name], train, f"the {name} split of {title}")
         if strange and faults is not None:
             labelled = np.isin(np.array(named[name].classes)[named[name].labels], np.array(train.classes))
             named[name] = split_of(named[name], np.flatnonzero(labelled))
         wrong += strange
     if faults is None:
-        report_faults(wrong, printable_path(place), None)
+        report_faults(wrong, title, None)
     named |= {name: renumber(named[name], train) for name in named.keys() - {"train"}}
     if record is not None:
         return _as_recorded(named, record)
@@ -126,27 +132,42 @@ def _draw_val(named: Mapping[str, Source], seed: int, fractions: Mapping[str, fl
     return Splits(train, val, test, record)
 
 
-def _too_few_classes(place: str, train: Source) -> list[str]:
+def title_of(data: str | InMemory) -> str:
+    """Return what messages call the data."""
+    return data.title if isinstance(data, InMemory) else printable_path(data)
+
+
+def _labelled_splits(data: InMemory) -> dict[str, Source]:
+    if "train" not in data.splits:
+        raise DataError(f"{data.title} has no train split; give one, besides {', '.join(data.splits)}")
+    data.check_labelled()
+    return dict(data.splits)
+
+
+def _too_few_classes(title: str, train: Source) -> list[str]:
     present = np.unique(train.labels)
     if len(present) > 1:
         return []
     actual = f"only one class, {train.classes[present[0]]!r}" if len(present) else "no images to train on"
-    return [f"{printable_path(place)} has {actual}; training needs at least two classes"]
+    return [f"{title} has {actual}; training needs at least two classes"]
 
 
-def open_unlabelled(place: str | os.PathLike[str], *, seed: int = 0, val: float = 0.05) -> Splits:
+def open_unlabelled(data: Data, *, seed: int = 0, val: float = 0.05) -> Splits:
     """Open images to pretrain on: a training split, and a validation split drawn from it; no labels are needed.
 
     If the data defines splits, only its training split is used. Classes are kept if all images have one; otherwise all
     images are of the class "image".
     """
-    place = place_of(place)
-    source = _open_splits(place, None, None)["train"] if _has_splits(place) else open_source(place)
+    opened = given_data(data)
+    if isinstance(opened, str) and _has_splits(opened):
+        source = _open_splits(opened, None, None)["train"]
+    else:
+        source = open_source(opened)
     nothing = np.zeros_like(source.labels)
     if (source.labels < 0).any():
         source = Renumbered(source, ("image",), nothing)
     if len(source) < 2:
-        raise DataError(f"{printable_path(place)} has {len(source)} images; pretraining needs at least two")
+        raise DataError(f"{title_of(opened)} has {len(source)} images; pretraining needs at least two")
     # Not by class: a rare one need not be in both splits.
     for_train, for_val, _ = split_indices(nothing, seed=seed, val=val, test=0)
     train, drawn = split_of(source, for_train), split_of(source, for_val) if len(for_val) else None
@@ -155,6 +176,8 @@ def open_unlabelled(place: str | os.PathLike[str], *, seed: int = 0, val: float 
 
 def _has_splits(place: str) -> bool:
     """Whether data is in folders or files named after splits."""
+    if is_saved(place):
+        return len(saved_data(place).splits) > 1
     if not os.path.isdir(place):
         return not os.path.lexists(place) and place != "digits" and len(_group_shards(_existing_shards(place))) > 1
     inside = _look_into(place)
@@ -163,9 +186,13 @@ def _has_splits(place: str) -> bool:
     )
 
 
-def open_source(place: str | os.PathLike[str], *, on_progress: Progress | None = None) -> Source:
+def open_source(data: Data, *, on_progress: Progress | None = None) -> Source:
     """Open data as one source, to predict or evaluate. Images without a class have label -1."""
-    place = place_of(place)
+    place = given_data(data, on_progress)
+    if isinstance(place, str) and is_saved(place):
+        place = saved_data(place)
+    if isinstance(place, InMemory):
+        return _only_split(place)
     if not os.path.lexists(place):
         if place == "digits":
             return digits()
@@ -183,6 +210,12 @@ def open_source(place: str | os.PathLike[str], *, on_progress: Progress | None =
     return _open_table(place, True, None, on_progress)
 
 
+def _only_split(data: InMemory) -> Source:
+    if len(data.splits) > 1:
+        raise DataError(f"{data.title} has the splits {', '.join(data.splits)}; give one of them")
+    return next(iter(data.splits.values()))
+
+
 def _one(place: str, shards: dict[str, list[str]], on_progress: Progress | None) -> Source:
     """Open shards as one source, unless they belong to several splits."""
     if len(shards) > 1:
@@ -197,6 +230,8 @@ def _one(place: str, shards: dict[str, list[str]], on_progress: Progress | None)
 
 def _open_splits(place: str, faults: Faults | None, on_progress: Progress | None) -> dict[str, Source]:
     """Open the splits that the data defines; data without splits is all "train"."""
+    if is_saved(place):
+        return _saved_splits(place)
     if not os.path.lexists(place):
         if place == "digits":
             return {"train": digits()}
@@ -211,6 +246,11 @@ def _open_splits(place: str, faults: Faults | None, on_progress: Progress | None
     if _kind_of_file(place) == "shard":
         return {"train": open_shards([place], on_progress=on_progress)}
     return _splits_in(place, _open_table(place, False, faults, on_progress))
+
+
+def _saved_splits(place: str) -> dict[str, Source]:
+    """Open a folder written by `save_to_disk`."""
+    return _labelled_splits(saved_data(place))
 
 
 def _splits_in(place: str, table: Table | Tables) -> dict[str, Source]:
@@ -362,7 +402,7 @@ def renumber(source: Source, train: Source) -> Source:
     if source.classes == train.classes:
         return source
     numbers = {name: number for number, name in enumerate(train.classes)}
-    lookup = np.array([numbers.get(name, -1) for name in source.classes], np.int64)
+    lookup = np.array([*(numbers.get(name, -1) for name in source.classes), -1], np.int64)  # no label stays -1
     return Renumbered(source, train.classes, lookup[source.labels])
 
 

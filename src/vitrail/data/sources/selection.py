@@ -1,6 +1,5 @@
 """Select the images to evaluate a model on, and match their classes to the model's."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,15 +8,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitrail.data.sources.contents import Contents, digests_of
+from vitrail.data.sources.given import Data, given_data
+from vitrail.data.sources.in_memory import InMemory
 from vitrail.data.sources.index_files import Progress
 from vitrail.data.sources.manifests import Manifest
-from vitrail.data.sources.opening import Renumbered, open_data, open_source
+from vitrail.data.sources.opening import Renumbered, open_data, open_source, renumber, title_of
 from vitrail.data.sources.parquet import ParquetImages, Tables
-from vitrail.data.sources.source import Labels, Pixels, Source, check_source, place_of
+from vitrail.data.sources.source import Labels, Pixels, Source, check_source
 from vitrail.data.sources.splits import Splits, keys_of, split_of
 from vitrail.errors import ConfigError, DataError, suggest
 from vitrail.io import ContentError, read_json
-from vitrail.text import printable_path
 
 CHOICES = ("test", "val", "train", "all")
 CONTENT = "content"
@@ -73,7 +73,7 @@ class Selection(NamedTuple):
 
 
 def choose_images(
-    place: str | os.PathLike[str],
+    data: Data,
     split: str | None = None,
     *,
     record: Mapping[str, Any] | None = None,
@@ -87,7 +87,7 @@ def choose_images(
     """
     if split is not None and split not in CHOICES:
         raise ConfigError(f"unknown split {split!r}; choose {', '.join(CHOICES)}")
-    place = place_of(place)
+    place = given_data(data, on_progress)
     everything, own = _open(place, on_progress)
     if split is None:
         split = next((name for name in ("test", "val") if name in own), None)
@@ -99,7 +99,7 @@ def choose_images(
     if split in own and not (split == "train" and record is not None):
         return Selection(own[split], split, split != "train")
     if own and record is None:
-        raise DataError(f"{printable_path(os.fspath(place))} has no {split} split; it has {', '.join(own)}")
+        raise DataError(f"{title_of(place)} has no {split} split; it has {', '.join(own)}")
     splits = open_data(place, record=record, on_progress=on_progress)
     source = {"train": splits.train, "val": splits.val, "test": splits.test}[split]
     if source is None:
@@ -193,7 +193,7 @@ def recorded_split(bundle: Path | None) -> dict[str, Any] | None:
 
 
 def _recorded_test(
-    place: str | os.PathLike[str], record: Mapping[str, Any] | None, on_progress: Progress | None
+    place: str | InMemory, record: Mapping[str, Any] | None, on_progress: Progress | None
 ) -> Selection | None:
     """Return the test split of a record, or its validation split; None if the record does not fit the data."""
     if record is None:
@@ -207,8 +207,10 @@ def _recorded_test(
     return None if splits.val is None else Selection(splits.val, "val", True)
 
 
-def _open(place: str | os.PathLike[str], on_progress: Progress | None) -> tuple[Source, dict[str, Source]]:
+def _open(place: str | InMemory, on_progress: Progress | None) -> tuple[Source, dict[str, Source]]:
     """Return all images, and those of each split if the data defines splits."""
+    if isinstance(place, InMemory) and set(place.splits) != {"train"}:
+        return _whole(place), dict(place.splits)
     try:
         source = open_source(place, on_progress=on_progress)
     except DataError:  # several splits are not one source; data that cannot be opened at all fails again
@@ -217,6 +219,13 @@ def _open(place: str | os.PathLike[str], on_progress: Progress | None) -> tuple[
         return source, {}
     rows = {name: np.flatnonzero(source.split_of == number) for number, name in enumerate(("train", "val", "test"))}
     return source, {name: split_of(source, indices) for name, indices in rows.items() if len(indices)}
+
+
+def _whole(data: InMemory) -> Source:
+    """Return the images of all splits, with the classes of the training split, or of the first."""
+    first, *others = data.splits.values()
+    sources = (first, *(renumber(source, first) for source in others))
+    return Joined(sources, np.concatenate([source.labels for source in sources]))
 
 
 def _whole_and_splits(splits: Splits) -> tuple[Source, dict[str, Source]]:

@@ -145,19 +145,12 @@ class Arrays:
         return index, zlib.crc32(np.ascontiguousarray(self.images[index]).data)
 
 
-def place_of(data: object) -> str:
-    """Return the path of a dataset; raise for anything that is not a path."""
-    if isinstance(data, str | bytes | os.PathLike):
-        place = os.fsdecode(data)
-        if not place:
-            raise DataError(f"the data path is empty; give {SUPPORTED_DATA}")
-        return place
-    kind = type(data)
-    home = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__.partition('.')[0]}."
-    raise InputError(
-        f"the data is of type {home}{kind.__name__}, which is not supported yet; give a path: {SUPPORTED_DATA}; "
-        "images in memory can be written to files, or their bytes to a Parquet file (docs/guides/data.md)"
-    )
+def place_of(data: str | bytes | os.PathLike[str]) -> str:
+    """Return the path of a dataset as text; raise if it is empty."""
+    place = os.fsdecode(data)
+    if not place:
+        raise DataError(f"the data path is empty; give {SUPPORTED_DATA}")
+    return place
 
 
 def check_source(source: object) -> None:
