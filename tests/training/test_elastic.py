@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.training.test_processes import command, environment, newest, run, steps
-from tests.training.test_watchdog import ranks_of
+from tests.support.torchrun import command, environment, newest, ranks_of, run, steps
 
 KILLS = 10
 CHANGES = ("steps=60", "save_minutes=0", "model.mlp_dropout=0.1", "evaluations=3")

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.training.test_processes import kill_all, losses, newest, run, start_and_wait, steps
+from tests.support.torchrun import kill_all, losses, newest, run, start_and_wait, steps
 from torch import Tensor
 
 from vitrail.checkpoints.load import load

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.training.test_processes import start_and_wait
+from tests.support.torchrun import environment_of, ranks_of, start_and_wait
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from vitrail.training.watchdog import EXIT_CODE, Note, Watchdog, explanation
@@ -76,20 +76,3 @@ def test_a_stopped_process_ends_the_run(tmp_path: Path) -> None:
     assert "rank 1 does not respond (step " in messages[0]
     assert f"exitcode  : {EXIT_CODE}" in error
     assert not ranks_of(folder)
-
-
-def ranks_of(folder: Path) -> list[int]:
-    """Return the processes of a run that torchrun started."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (place / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if os.fsencode(folder) in command and b"torch.distributed.run" not in command:
-            found.append(int(place.name))
-    return found
-
-
-def environment_of(number: int) -> list[bytes]:
-    return Path(f"/proc/{number}/environ").read_bytes().split(b"\0")

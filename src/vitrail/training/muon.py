@@ -100,16 +100,16 @@ class Muon(torch.optim.Optimizer):
                 by_shape.setdefault((count, *parameter.shape), []).append(parameter)
         decay, kept = 1 - group["lr"] * group["weight_decay"], 1.0 if bad is None else 1 - bad
         for (count, rows, columns), parameters in by_shape.items():
-            directions = torch.stack([gathered(self._direction(p, group["momentum"], bad)) for p in parameters])
+            slices = [self._direction(p, p.grad, group["momentum"], bad) for p in parameters if p.grad is not None]
+            directions = torch.stack([gathered(direction) for direction in slices])
             scale = group["lr"] * ADAMW_RMS * math.sqrt(max(rows // count, columns))
             updates = orthogonalised(directions.unflatten(1, (count, rows // count))).flatten(1, 2)
             for parameter, update in zip(parameters, updates.to(directions.dtype).mul_(-scale), strict=True):
                 parameter.mul_(1 + (decay - 1) * kept).add_(resharded(update * kept, parameter))
 
-    def _direction(self, parameter: Tensor, momentum: float, bad: Tensor | None) -> Tensor:
+    def _direction(self, parameter: Tensor, gradient: Tensor, momentum: float, bad: Tensor | None) -> Tensor:
         """Update the momentum of a sharded matrix; return the Nesterov direction."""
-        state, gradient = self.state[parameter], parameter.grad
-        assert gradient is not None
+        state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         buffer: Tensor = state["momentum_buffer"]

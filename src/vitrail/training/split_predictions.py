@@ -59,7 +59,7 @@ class SplitPredictor:
     def batches(self, source: Source) -> Iterator[Batch]:
         """Yield this rank's slice of a split."""
         for batch in self._batches(source):
-            self.context.ranks.doing("evaluating")  # one note per batch: the watchdog sees that it goes on
+            self.context.ranks.doing("evaluating")  # per batch: a long evaluation is not stuck
             yield batch
 
     def _batches(self, source: Source) -> Iterator[Batch]:

@@ -51,7 +51,7 @@ class StateWriter:
         self.wait()
         if self.shards is not None:
             tensors, content = cpu_copies(state.tensors(), self.shards), _content(state, self.setting)
-            self._writing = self._thread.submit(self._save_slices, tensors, content)
+            self._writing = self._thread.submit(self._save_slices, self.shards, tensors, content)
         elif self.ranks.is_main and self.ranks.device.type == "cuda":
             tensors, content = _on_cpu(state.tensors()), _content(state, self.setting)
             self._writing = self._thread.submit(_save_whole, self.folder, tensors, content)
@@ -71,12 +71,11 @@ class StateWriter:
         finally:
             self._thread.shutdown()
 
-    def _save_slices(self, tensors: Mapping[str, Tensor], content: dict[str, Any]) -> None:
-        assert self.shards is not None
+    def _save_slices(self, shards: ShardGroup, tensors: Mapping[str, Tensor], content: dict[str, Any]) -> None:
         temporary = self.folder / f".{content['step']:08d}.partial"
         try:
-            prepare_folder(temporary, self.shards, is_main=self.ranks.is_main)
-            save_slices(temporary, tensors, self.shards)
+            prepare_folder(temporary, shards, is_main=self.ranks.is_main)
+            save_slices(temporary, tensors, shards)
         except OSError as error:
             raise _not_saved(self.folder, error) from None
         if self.ranks.is_main:

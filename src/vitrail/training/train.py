@@ -191,7 +191,8 @@ def _check_ranks_agree(ranks: Ranks, request: _Request) -> None:
 
 def _job(request: _Request, ranks: Ranks, workers: int | None) -> Job:
     """Decide what the run computes on, and with `batch = "auto"` the batch size that fits there."""
-    context = run_context(request.plan, request.splits, ranks, workers)
+    with ranks.together():
+        context = run_context(request.plan, request.splits, ranks, workers)
     images, limit = len(request.splits.train), memory_limit(context.device)
     job = shard_if_needed(Job(request.plan, context), limit)
     return fit_batch_to_memory(job, request.folder, images, limit)
