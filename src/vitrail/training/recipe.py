@@ -373,7 +373,11 @@ def recipe_for(method: str | None, recipe: str | Path | Recipe, changes: Sequenc
     if method is None and chosen.method is not None:
         raise ConfigError(f"the recipe pretrains without labels ({chosen.method}); use vitrail pretrain")
     if method is not None and chosen.method is None:
-        raise ConfigError(f"the recipe learns from labels; use vitrail train, or add a table such as [{method}] to it")
+        table = method.replace("-", "_")
+        raise ConfigError(f"the recipe learns from labels; use vitrail train, or add a table such as [{table}] to it")
+    own = (chosen.method or "").replace("_", "-")
+    if method not in (None, own, names[0]):  # the first is the default, so it says nothing
+        raise ConfigError(f"the method is {method}, but the recipe's is {own}; leave out one of them")
     return chosen
 
 

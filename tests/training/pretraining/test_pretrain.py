@@ -22,9 +22,12 @@ import vitrail
 from vitrail.data.sources.opening import open_unlabelled
 from vitrail.errors import ConfigError, DataError, Diverged
 from vitrail.metrics.neighbours import leave_one_out
+from vitrail.training.plan import DataFacts
+from vitrail.training.pretraining.defaults import resolve_pretraining
 from vitrail.training.pretraining.dino_learner import SelfDistillation
 from vitrail.training.pretraining.draws import uniform
 from vitrail.training.pretraining.learner import Pretraining
+from vitrail.training.recipe import read_recipe, recipe_for
 
 METHODS = ("mae", "masked-patches", "dino")
 SMALL = ("compile=false", "steps=12", "batch=32", "evaluations=2", "model.width=32", "model.depth=2", "model.heads=2",
@@ -259,6 +262,8 @@ def test_collapsed_features_stop_the_run(tmp_path: Path, monkeypatch: pytest.Mon
             "method is 'maee'; choose mae or masked-patches or dino or distill; did you mean 'mae'?",
         ),
         (["--recipe", "cifar10"], "the recipe learns from labels; use vitrail train"),
+        (["--method", "dino", "--recipe", "distill"], "the method is dino, but the recipe's is distill; leave out"),
+        (["--set", "data.fraction=0.1"], "uses all images of the training split; leave out data.fraction=0.1"),
         (["--set", "model.stem=conv_stem"], "mixes the pixels of neighbouring patches"),
         (["--set", "model.patch_size=8"], "patch"),
         (["--set", "mae.mask_ratio=1"], "mask_ratio"),
@@ -292,6 +297,28 @@ def test_bad_input_is_one_sentence(
     assert message in done.err
     assert done.err.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_a_recipe_of_another_method_needs_no_method() -> None:
+    assert recipe_for("mae", "dino", ()).method == "dino"
+    assert recipe_for("masked-patches", "masked-patches", ()).method == "masked_patches"
+
+
+@pytest.mark.parametrize(
+    ("width", "decoder", "reason"),
+    [
+        (32, 32, "one head of 32"),
+        (96, 32, "at most half of the encoder's 96, in heads of 32"),
+        (384, 192, "at most half of the encoder's 384, in heads of 32"),
+    ],
+)
+def test_the_decoder_of_a_small_encoder(width: int, decoder: int, reason: str) -> None:
+    recipe = read_recipe("mae", [f"model.width={width}", "model.heads=1"])
+    plan = resolve_pretraining(recipe, DataFacts(1_000, (), 64, grey=False, device="cpu"), None)
+    assert plan.recipe.mae is not None
+    assert plan.recipe.mae.decoder_width == decoder
+    chosen = next(one for one in plan.defaults if one.field == "mae.decoder_width")
+    assert (chosen.value, chosen.reason) == (decoder, reason)
 
 
 def test_train_refuses_a_pretraining_recipe() -> None:

@@ -52,6 +52,8 @@ def resolve_pretraining(
         raise ConfigError("pretraining starts from random weights; leave out --from")
     if recipe.mixing is not None and recipe.mixing.on:
         raise ConfigError("pretraining does not mix images; leave out mixing")
+    if recipe.data.subset is not None:
+        raise ConfigError(f"pretraining uses all images of the training split; leave out {recipe.data.subset}")
     if recipe.dino is not None:
         check_dino_recipe(recipe)
     defaults: list[ResolvedDefault] = []
@@ -73,7 +75,8 @@ def resolve_pretraining(
     if lr is None:
         base, least = (BASE_LR, LEAST_LR) if dino is None else (DINO_LR, LEAST_DINO_LR)
         lr = max(least, base * batch / BASE_BATCH)
-        why = f"the paper's, scaled to a batch of {batch}" if lr > least else "usual for small batches"
+        paper = "the paper's" if recipe.mae is not None or dino is not None else "that of masked autoencoders"
+        why = f"{paper}, scaled to a batch of {batch}" if lr > least else "usual for small batches"
         defaults.append(ResolvedDefault("optimizer.lr", lr, why))
     augmentation = recipe.augmentation or (_augmentation(facts, recipe, defaults) if dino is None else NO_AUGMENTATION)
     data = recipe.data if dino is None else dino_data(recipe.data, facts, defaults)
@@ -157,7 +160,8 @@ def _with_decoder(settings: MaeSettings, model: ViTConfig, defaults: list[Resolv
         heads = max(1, model.width // 64)
         width = heads * 32
         settings = settings.replace(decoder_width=width, decoder_depth=2, decoder_heads=heads)
-        defaults.append(ResolvedDefault("mae.decoder_width", width, f"half of the encoder's {model.width}"))
+        why = f"at most half of the encoder's {model.width}, in heads of 32" if model.width >= 64 else "one head of 32"
+        defaults.append(ResolvedDefault("mae.decoder_width", width, why))
         defaults.append(ResolvedDefault("mae.decoder_depth", 2, "enough for a small encoder"))
     check_mae(model, settings)
     return settings
