@@ -112,6 +112,7 @@ def our_plan(setting: Setting, *, compiled: bool) -> TrainingPlan:
         changes += [
             f"dino.prototypes={size.prototypes}", f"dino.hidden={size.hidden}", f"dino.bottleneck={size.bottleneck}",
             f"dino.local_size={size.local}", "dino.local_crops=6", f"optimizer.max_grad_norm={MAX_GRAD_NORM}",
+            "dino.freeze_last_layer=0",  # or the steps that are measured would not update it
         ]  # fmt: skip
     else:
         width, depth, heads = size.decoder

@@ -122,6 +122,10 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _as_names(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else _as_tuple(value)
+
+
 LIMIT = 1_000_000
 """The largest size allowed for a model or an image; a larger one is a typo that would run out of memory."""
 Positive = Annotated[int, BeforeValidator(_as_integer), Field(gt=0, le=LIMIT)]
@@ -131,3 +135,5 @@ Pair = Annotated[tuple[Positive, Positive], BeforeValidator(_as_pair)]
 """Height and width; one integer sets both."""
 Sequence = BeforeValidator(_as_tuple)
 """Accepts a list for a tuple field."""
+Names = BeforeValidator(_as_names)
+"""Accepts a list, or one string, for a tuple of strings."""

@@ -289,6 +289,7 @@ def test_reports_name_the_teacher(folder: Path, tmp_path: Path) -> None:
     digest = Teacher(teacher_bundle(), "").digest
     page = (runs["taught"].folder / "report.html").read_text(encoding="utf-8")
     assert "--teacher TEACHER" in page
+    assert f"<dt>Teacher</dt><dd>{folder}</dd>" in page
     assert f"TEACHER is the teacher ({folder}) with the checksum {digest}." in page
     assert "TEACHER" not in (runs["alone"].folder / "report.html").read_text(encoding="utf-8")
     both = vitrail.report(runs["taught"].folder, runs["alone"].folder).read_text(encoding="utf-8")

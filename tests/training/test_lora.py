@@ -338,3 +338,11 @@ def test_a_rank_that_does_not_fit_is_refused_before_a_sweep(tmp_path: Path) -> N
 def test_what_is_frozen() -> None:
     assert Recipe(freeze=("blocks.*",)).frozen == ("blocks.*",)
     assert Recipe.model_validate({"lora": {"rank": 2}}).frozen == ("*", "!*.lora_[AB]", "!head*")
+
+
+def test_one_matrix_needs_no_list() -> None:
+    assert read_recipe("lora", ["lora.on=fc1"]).lora.on == ("fc1",)
+    assert read_recipe("lora", ['lora.on=["qkv", "proj"]']).lora.on == ("qkv", "proj")
+    assert read_recipe("finetune", ["freeze=blocks.*"]).freeze == ("blocks.*",)
+    with pytest.raises(ConfigError, match=r"lora\.on.* is 'qk'.*'qkv'"):
+        read_recipe("lora", ["lora.on=qk"])

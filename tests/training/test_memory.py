@@ -16,9 +16,14 @@ from tests.support.tiny_models import BASIC_KINDS
 from tests.support.tiny_models import TINY as TINY_MODEL
 from torch.profiler import ProfilerActivity, profile
 
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.data.batches import Batch
+from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Arrays
 from vitrail.data.sources.splits import Splits, split_of
 from vitrail.errors import ConfigError
+from vitrail.models.config import ViTConfig
+from vitrail.models.vit import ViT
 from vitrail.runtime import faster_in_bf16
 from vitrail.training.auto_batch import (
     MemoryLimit,
@@ -31,6 +36,7 @@ from vitrail.training.auto_batch import (
 from vitrail.training.context import resident_images
 from vitrail.training.memory import Forecast, forecast
 from vitrail.training.recipe import Recipe, read_recipe, write_toml
+from vitrail.training.teacher import ClassTeacher, Teacher
 from vitrail.training.train import train
 
 MB = 10**6
@@ -78,6 +84,23 @@ def test_the_forecast_matches_a_run(kind: str, changes: dict[str, Any]) -> None:
     foreseen, taken = forecast(planned).total, really_taken(lambda: train_two_steps(planned))
     print(f"foreseen {foreseen / MB:.2f} MB, taken {taken / MB:.2f} MB")
     assert foreseen == pytest.approx(taken, rel=0.05)
+
+
+def test_the_forecast_counts_the_teachers_weights_and_forward_pass() -> None:
+    config = ViTConfig(image_size=64, patch_size=8, width=96, depth=2, heads=3, classes=10)
+    teacher = Teacher(Bundle(ViT(config), Preprocess(size=(64, 64)), tuple("0123456789")), "teacher")
+    alone = job(batch=32)
+    taught = alone._replace(plan=alone.plan._replace(teacher=teacher))
+    images = torch.randint(0, 256, (32, 3, 32, 32), dtype=torch.uint8)
+    numbers = torch.zeros(32, dtype=torch.int64)
+    batch = Batch(images, numbers, numbers, torch.ones(32), torch.zeros(32, 4, dtype=torch.int64))
+
+    def teach() -> None:
+        ClassTeacher(teacher, taught.plan.classes, taught.device, "float32", mixed=False)(batch)
+
+    plain, foreseen = forecast(alone), forecast(taught)
+    assert foreseen.in_flight == plain.in_flight + foreseen.teaching
+    assert foreseen.teacher + foreseen.teaching == pytest.approx(really_taken(teach), rel=0.15)
 
 
 def test_activations_match_the_formula_of_a_plain_block() -> None:

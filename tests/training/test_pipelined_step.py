@@ -13,6 +13,7 @@ from tests.support.reference_training import batches, begin, tiny
 
 from vitrail.data.batches import Batch
 from vitrail.training import pipeline
+from vitrail.training.optimizers import weight_decay_at
 from vitrail.training.pipeline import LaunchedStep, PipelinedStepper
 from vitrail.training.step import PendingStep, Stepper
 
@@ -83,3 +84,16 @@ def test_what_comes_after_a_flush_is_not_a_part_of_the_next_step(stepper: Pipeli
         finished += [*stepper.step(batch), *stepper.flush()]
         clock.now += 60.0  # validation
     assert [(step.waited, step.seconds) for step in finished] == [(5.0, 2.0), (5.0, 2.0)]
+
+
+def test_each_step_has_its_weight_decay_on_kernels_only(tmp_path: Path) -> None:
+    planned = job(batch=8, optimizer={"lr": 0.01, "weight_decay": 0.04}, schedule={"end_weight_decay": 0.4})
+    recipe, context = planned.plan.recipe, planned.context
+    step = Stepper(recipe, planned.plan.preprocess, context.device, "float32", plain_loss(recipe), context.ranks)
+    with PipelinedStepper(planned, step, begin(tiny(), recipe), tmp_path) as stepper:
+        for number, batch in enumerate(batches(2)):
+            stepper.step(batch)
+            expected = weight_decay_at(recipe.schedule, number, planned.plan.steps, 0.04)
+            groups = {group["name"]: group["weight_decay"] for group in stepper.state.optimizer.param_groups}
+            assert groups == {"decay": expected, "no_decay": 0.0}
+    assert expected > 0.04

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitrail.errors import ConfigError
-from vitrail.training.optimizers import Schedule, learning_rate, warmup_of
+from vitrail.training.optimizers import Schedule, learning_rate, warmup_of, weight_decay_at
 
 KINDS = ("cosine", "linear", "constant")
 
@@ -79,6 +79,16 @@ def test_after_the_end_the_learning_rate_is_constant(step: int) -> None:
     assert learning_rate(Schedule(end=0.01), 50 + step, 50, 1.0) == pytest.approx(0.01)
 
 
+def test_weight_decay_is_constant_or_a_cosine_without_warmup() -> None:
+    assert [weight_decay_at(Schedule(), step, 4, 0.05) for step in range(4)] == [0.05] * 4
+    schedule, total = Schedule(kind="linear", warmup_steps=2, end_weight_decay=0.4), 100
+    for step in (0, 1, 25, 50, 99, 100, 200):
+        # The schedule in the authors' code of DINO.
+        progress = min(step, total) / total
+        expected = 0.4 + 0.5 * (0.04 - 0.4) * (1 + math.cos(math.pi * progress))
+        assert weight_decay_at(schedule, step, total, 0.04) == pytest.approx(expected, rel=1e-12)
+
+
 def test_warmup_fraction_and_steps_agree() -> None:
     assert rates(Schedule(warmup_fraction=0.1), 50, 1.0) == rates(Schedule(warmup_steps=5), 50, 1.0)
 
@@ -104,6 +114,7 @@ def test_a_fraction_is_rounded_to_steps_and_leaves_one_at_the_peak(fraction: flo
         ({"kind": "cosin"}, "did you mean 'cosine'"),
         ({"warmup": 5}, "did you mean 'warmup_s"),
         ({"warmup_fraction": 1.0}, "warmup_fraction is 1.0"),
+        ({"end_weight_decay": -0.1}, "end_weight_decay is -0.1"),
     ],
 )
 def test_contradictions_raise(fields: dict[str, object], words: str) -> None:

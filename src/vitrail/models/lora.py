@@ -20,7 +20,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.blocks import Block
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
-from vitrail.schema import Count, Frozen, Sequence
+from vitrail.schema import Count, Frozen, Names
 
 Layer = Literal["qkv", "proj", "fc1", "fc2"]
 
@@ -32,7 +32,7 @@ class LoRA(Frozen):
     """Rank of each adapter; 0: no adapters, all weights are trained."""
     alpha: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """The adapters' output is scaled by alpha / rank. None: 2 × rank, so that the scale is 2 for every rank."""
-    on: Annotated[tuple[Layer, ...], Sequence] = ("qkv",)
+    on: Annotated[tuple[Layer, ...], Names] = ("qkv",)
     """Which matrices of each block get adapters: `qkv` and `proj` of attention, `fc1` and `fc2` of the MLP."""
 
     @property

@@ -76,6 +76,8 @@ def _training(run: Record) -> dict[str, str]:
     trained = run.provenance.get("trained")
     best = trained.get("step") if isinstance(trained, dict) else None
     facts = {"Initialisation": str(run.provenance.get("source") or "unknown")}
+    if isinstance(teacher := run.provenance.get(TEACHER), dict):
+        facts["Teacher"] = str(teacher.get("name"))
     epochs = max((row["epoch"] for row in run.rows if "epoch" in row), default=None)
     steps = f"{plural(done, 'step')}" + (f" of {planned:,}" if planned and planned != done else "")
     batch = run.recipe.get("batch")

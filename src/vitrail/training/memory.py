@@ -5,8 +5,8 @@
                                                       once for matrices, twice for the rest
     teacher        its weights                        images     all of them, if they live on the device
     sharded        each rank holds its slices of the first four; what it gathers counts as activations
-    activations    what the backward pass and the running layer need; or, if larger, what Muon's update needs, which
-                   processes all matrices of one shape together
+    activations    what the backward pass, the running layer and the teacher's forward pass need; or, if larger, what
+                   Muon's update needs, which processes all matrices of one shape together
 
 All but the last follow from the parameters and the data. For the last, one step runs on torch's fake tensors, which
 have a shape, a dtype and a device but no data. Every storage is counted while it is alive, so autocast copies, gradient
@@ -60,6 +60,8 @@ class Forecast(NamedTuple):
     """Temporary memory of the optimizer step, independent of the batch size; `in_flight` is never less."""
     teacher: int = 0
     """Weights of the teacher."""
+    teaching: int = 0
+    """What the teacher's forward pass needs in a step; a part of `in_flight`."""
 
     @property
     def standing(self) -> int:
@@ -92,7 +94,11 @@ def forecast(job: Job) -> Forecast:
         buckets = gradients if job.processes > 1 and not job.context.sharded else 0  # DDP's buckets
 
         evaluating = (weights if average else 0) + _evaluation_bytes(job, model, device, learner)
-        training = _training_bytes(job, model, device, learner) - gradients
+        if recipe.distill is not None:  # validation asks the teacher, too
+            evaluating += _teaching_bytes(job, device, evaluation_batch(job.images))
+        # The teacher runs between the forward and the backward pass, while all activations are held.
+        teaching = _teaching_bytes(job, device, job.images)
+        training = _training_bytes(job, model, device, learner) - gradients + teaching
         optimizer = sum(_copies(recipe.optimizer, *named) * _bytes(named[1:]) for named in _trained(model))
         updating = _update_bytes(recipe.optimizer, model)
         if job.context.sharded:
@@ -110,7 +116,7 @@ def forecast(job: Job) -> Forecast:
     return Forecast(
         weights, gradients + buckets, optimizer, average, job.images, in_flight, recipe.gradient_accumulation,
         job.context.resident * math.prod((job.plan.model.channels, *job.plan.model.image_size)), updating,
-        0 if job.plan.teacher is None else job.plan.teacher.weight_bytes(job.precision),
+        0 if job.plan.teacher is None else job.plan.teacher.weight_bytes(job.precision), teaching,
     )  # fmt: skip
 
 
@@ -127,7 +133,7 @@ def step_fits(job: Job, estimate: Forecast) -> bool:
 
 
 def _compute_a_step(job: Job, estimate: Forecast) -> None:
-    held = estimate.optimizer + estimate.average + estimate.resident + estimate.teacher
+    held = estimate.optimizer + estimate.average + estimate.resident + estimate.teacher + estimate.teaching
     standing = torch.empty(held, dtype=torch.uint8, device=job.device)
     learner = learner_of(job.plan, job.device)
     module = _module(job, job.device, learner)
@@ -194,6 +200,23 @@ def _evaluation_bytes(job: Job, model: nn.Module, device: torch.device, learner:
     peak = _peak_bytes(evaluate, model)
     model.train()
     return peak
+
+
+@torch.no_grad()
+def _teaching_bytes(job: Job, device: torch.device, images: int) -> int:
+    """Return the memory of the teacher's forward pass, without its weights. Its faster paths need no more than this."""
+    if job.plan.teacher is None:
+        return 0
+    bundle = job.plan.teacher.bundle
+    with device:
+        model = ViT(bundle.model.config).eval().requires_grad_(False)
+
+    def teach() -> None:
+        stored = torch.empty((images, bundle.preprocess.channels, *bundle.preprocess.size), device=device)
+        with autocast(device, job.precision):
+            model(bundle.preprocess.normalise(stored))
+
+    return _peak_bytes(teach, model)
 
 
 def _update_bytes(config: Optimizer, model: nn.Module) -> int:

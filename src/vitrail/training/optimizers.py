@@ -1,6 +1,6 @@
 """Optimizers, parameter groups, weight decay, layer-wise learning rate decay, and learning rate schedules.
 
-The learning rate is a pure function of the step: nothing to save, nothing to advance.
+Learning rate and weight decay are pure functions of the step: nothing to save, nothing to advance.
 
 lr
 peak │    ╭───╮
@@ -42,6 +42,9 @@ UNUSED = {
 """Settings that an optimizer does not use."""
 
 
+Decay = Annotated[float, Field(ge=0, le=1e3)]
+
+
 class Optimizer(Frozen):
     """The optimizer and its settings.
 
@@ -54,7 +57,7 @@ class Optimizer(Frozen):
     """The paper's Adam with weight decay is `adamw`."""
     lr: Annotated[float, Field(gt=0, le=1e3)] | None = None
     """The peak learning rate. None: chosen when the run starts."""
-    weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.0
+    weight_decay: Decay = 0.0
     """Applied to kernels only, not to biases, norms, tokens, positions or LayerScale."""
     betas: Annotated[tuple[Rate, Rate], AsTuple] = (0.9, 0.999)
     """Adam, AdamW and Muon's AdamW: decay of the running averages of the gradient and its square."""
@@ -86,8 +89,8 @@ def parameter_groups(model: nn.Module, config: Optimizer) -> list[dict[str, Any]
     """Group the trainable parameters for torch's optimizers, from the stem to the head.
 
     Besides what torch reads (`params`, `param_names`, `weight_decay`), each group has a `name`, the `lr_scale` that
-    `set_learning_rate` multiplies the learning rate by, and what `Muon` reads. The order follows the model, so it is
-    the same in every run.
+    `set_learning_rate` multiplies the learning rate by, whether it `decays`, and what `Muon` reads. The order follows
+    the model, so it is the same in every run.
     """
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not trained:
@@ -105,6 +108,7 @@ def parameter_groups(model: nn.Module, config: Optimizer) -> list[dict[str, Any]
             {
                 "name": _group_name(level, depth, decays, matrix, layered=config.layer_decay is not None),
                 "lr_scale": scale,
+                "decays": decays,
                 "weight_decay": config.weight_decay if decays else 0.0,
                 "matrices": matrix,
                 "params": [],
@@ -157,6 +161,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of every group, scaled by its `lr_scale`."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
+
+
+def set_weight_decay(optimizer: torch.optim.Optimizer, weight_decay: float) -> None:
+    """Set the weight decay of every group of kernels."""
+    for group in optimizer.param_groups:
+        group["weight_decay"] = weight_decay if group["decays"] else 0.0
 
 
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
@@ -254,14 +264,14 @@ def _group_name(level: int, depth: int, decays: bool, matrix: bool, *, layered: 
     return f"{place}.{kind}" if layered else kind
 
 
-# ── learning rate schedule ──
+# ── schedules ──
 
 Steps = Annotated[int, Field(ge=0, le=10**9)]
 """A number of optimizer steps."""
 
 
 class Schedule(Frozen):
-    """The learning rate schedule."""
+    """The schedule of the learning rate, and of the weight decay."""
 
     kind: Literal["cosine", "linear", "constant"] = "cosine"
     """The decay after the warm-up; `constant` stays at the peak."""
@@ -273,6 +283,8 @@ class Schedule(Frozen):
     """Final learning rate as a fraction of the peak."""
     end_lr: Annotated[float, Field(ge=0)] | None = None
     """Final learning rate as a value, instead of `end`. Google's linear schedule ends at 1e-5."""
+    end_weight_decay: Decay | None = None
+    """Final weight decay, reached from `optimizer.weight_decay` by a cosine over the run (DINO). None: constant."""
 
     @model_validator(mode="after")
     def _one_of_each(self) -> Self:
@@ -323,6 +335,14 @@ def learning_rate(schedule: Schedule, step: int, total: int, peak: float) -> flo
             return end + (peak - end) * left
         case "constant":
             return peak
+
+
+def weight_decay_at(schedule: Schedule, step: int, total: int, first: float) -> float:
+    """Return the weight decay of step `step` (from 0) in a run of `total` steps that starts with `first`."""
+    if schedule.end_weight_decay is None:
+        return first
+    change = 0.5 * (1 - math.cos(math.pi * min(step / total, 1.0)))
+    return first + (schedule.end_weight_decay - first) * change
 
 
 def _end_of(schedule: Schedule, peak: float) -> float:

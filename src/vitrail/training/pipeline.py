@@ -13,7 +13,7 @@ from vitrail.data.views import AnyBatch
 from vitrail.errors import Diverged
 from vitrail.runtime import autocast
 from vitrail.training.context import Job
-from vitrail.training.optimizers import learning_rate
+from vitrail.training.optimizers import learning_rate, set_weight_decay, weight_decay_at
 from vitrail.training.run_folder import MetricsFile
 from vitrail.training.state import State
 from vitrail.training.step import PendingStep, Stepper, StepResult, forward_of, reset_compiled
@@ -93,7 +93,10 @@ class PipelinedStepper:
 
     def step(self, batch: AnyBatch) -> list[FinishedStep]:
         """Launch a step; return the steps that are now finished: this one, or on a GPU the previous one."""
-        lr = learning_rate(self.plan.recipe.schedule, self.state.progress.step, self.plan.steps, self.plan.peak_lr)
+        recipe, step, steps = self.plan.recipe, self.state.progress.step, self.plan.steps
+        lr = learning_rate(recipe.schedule, step, steps, self.plan.peak_lr)
+        decay = weight_decay_at(recipe.schedule, step, steps, recipe.optimizer.weight_decay)
+        set_weight_decay(self.state.optimizer, decay)
         try:
             pending = self.stepper.launch(self.state, self.forward, batch, lr)
         except Diverged as error:

@@ -24,8 +24,7 @@ from vitrail.errors import ConfigError, suggest, unknown_argument
 from vitrail.io import ContentError, parse_toml, read_toml
 from vitrail.models.config import ViTConfig
 from vitrail.models.lora import LoRA
-from vitrail.schema import LIMIT, Count, Frozen, Positive
-from vitrail.schema import Sequence as AsTuple
+from vitrail.schema import LIMIT, Count, Frozen, Names, Positive
 from vitrail.tasks.lookup import CLASSIFICATION, task_named
 from vitrail.tasks.objective import Objective
 from vitrail.tasks.task import CLASS_SETTINGS
@@ -153,7 +152,7 @@ class Recipe(Frozen):
     """How to adapt the model of --from to the data. A recipe with this table requires --from."""
     teacher: TeacherSettings | None = None
     """How to learn from the model of --teacher. A recipe with this table requires --teacher."""
-    freeze: Annotated[tuple[str, ...], AsTuple] = ()
+    freeze: Annotated[tuple[str, ...], Names] = ()
     """Patterns of parameters to freeze: "blocks.*"."""
     lora: LoRA = LoRA()
     data: DataSettings = DataSettings()
@@ -227,6 +226,8 @@ class Recipe(Frozen):
         """Raise if this recipe fine-tunes but no pretrained model is given."""
         if self.pretrained is not None and pretrained is None:
             raise ConfigError("this recipe fine-tunes a pretrained model; pass one with --from, or use another recipe")
+        if self.lora.rank and self.method is not None:
+            raise ConfigError(f"lora.rank is {self.lora.rank}, but pretraining trains all weights; set lora.rank=0")
         if self.lora.rank and pretrained is None:
             raise ConfigError(
                 f"lora.rank is {self.lora.rank}, but LoRA freezes the weights, and without --from they are random; "
@@ -379,7 +380,11 @@ def recipe_for(method: str | None, recipe: str | Path | Recipe, changes: Sequenc
     if method is None and chosen.method is not None:
         raise ConfigError(f"the recipe pretrains without labels ({chosen.method}); use vitrail pretrain")
     if method is not None and chosen.method is None:
-        raise ConfigError(f"the recipe learns from labels; use vitrail train, or add a table such as [{method}] to it")
+        table = method.replace("-", "_")
+        raise ConfigError(f"the recipe learns from labels; use vitrail train, or add a table such as [{table}] to it")
+    own = (chosen.method or "").replace("_", "-")
+    if method not in (None, own, names[0]):  # the first is the default, so it says nothing
+        raise ConfigError(f"the method is {method}, but the recipe's is {own}; leave out one of them")
     return chosen
 
 

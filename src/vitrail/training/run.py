@@ -219,9 +219,8 @@ def _initial_bundle(plan: TrainingPlan, classes: tuple[str, ...], pretrained: Bu
     """Return the initial bundle: the pretrained model adapted to the data, or one with random weights."""
     seed_torch(derive_seed(plan.recipe.seed, "weights"))  # also for a new head
     if plan.recipe.method is not None:
-        return Bundle(
-            ViT(plan.model), plan.preprocess, None, {"source": f"pretrained from scratch: {plan.recipe.method}"}
-        )
+        method = plan.recipe.method.replace("_", "-")
+        return Bundle(ViT(plan.model), plan.preprocess, None, {"source": f"pretrained from scratch: {method}"})
     task, names = plan.task, plan.task.output_names(classes)
     if pretrained is not None:
         return adapted(pretrained, plan.recipe.pretrained or FinetuneInit(), plan.model, task.name, names)

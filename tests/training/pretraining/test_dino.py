@@ -219,15 +219,6 @@ def test_the_frozen_last_layer_has_no_gradient() -> None:
         assert model.head.fc1.weight.grad is not None
 
 
-def test_the_encoder_to_keep_is_the_teachers() -> None:
-    model = build()
-    scramble(model.encoder, seed=5)
-    kept, images = model.pretrained_encoder(), torch.randn(2, 3, 32, 32)
-    assert torch.equal(kept(images), model.teacher(images))
-    assert all(parameter.requires_grad for parameter in kept.parameters())
-    assert kept.config == model.encoder.config
-
-
 def test_bf16_autocast_is_close() -> None:
     model, batch = build(), views()
     exact = model(*batch, teacher_temperature=0.04)

@@ -22,9 +22,12 @@ import vitrail
 from vitrail.data.sources.opening import open_unlabelled
 from vitrail.errors import ConfigError, DataError, Diverged
 from vitrail.metrics.neighbours import leave_one_out
+from vitrail.training.plan import DataFacts
+from vitrail.training.pretraining.defaults import resolve_pretraining
 from vitrail.training.pretraining.dino_learner import SelfDistillation
 from vitrail.training.pretraining.draws import uniform
 from vitrail.training.pretraining.learner import Pretraining
+from vitrail.training.recipe import read_recipe, recipe_for
 
 METHODS = ("mae", "masked-patches", "dino")
 SMALL = ("compile=false", "steps=12", "batch=32", "evaluations=2", "model.width=32", "model.depth=2", "model.heads=2",
@@ -177,6 +180,27 @@ def test_two_ranks_pretrain_like_one(method: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_without_validation_images(flat: Path, tmp_path: Path) -> None:
+    words = [word for change in (*SMALL, "batch=8", "steps=2", "data.val=0.05") for word in ("--set", change)]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--", "vitrail",
+         "pretrain", str(flat), "--run", str(tmp_path / "run"), "--device", "cpu", "--workers", "0", *words],
+        capture_output=True, text=True, check=False, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "on 1 held-out image" in done.stdout
+
+
+def test_validation_images_that_cannot_be_read(flat: Path, tmp_path: Path) -> None:
+    held_out = open_unlabelled(flat, val=0.05).val
+    assert held_out is not None
+    assert len(held_out) == 1
+    (flat / held_out.name(0)).write_bytes(b"not an image")
+    with pytest.raises(DataError, match="none of the validation images can be read; run vitrail check"):
+        pretrained(tmp_path / "run", "mae", "batch=8", "steps=1", "data.val=0.05", data=flat)
+
+
+@pytest.mark.slow
 def test_gradient_accumulation_changes_nothing(straight: tuple[str, vitrail.Run], tmp_path: Path) -> None:
     method, run = straight
     pretrained(tmp_path / "run", method, "gradient_accumulation=2")
@@ -259,6 +283,8 @@ def test_collapsed_features_stop_the_run(tmp_path: Path, monkeypatch: pytest.Mon
             "method is 'maee'; choose mae or masked-patches or dino or distill; did you mean 'mae'?",
         ),
         (["--recipe", "cifar10"], "the recipe learns from labels; use vitrail train"),
+        (["--method", "dino", "--recipe", "distill"], "the method is dino, but the recipe's is distill; leave out"),
+        (["--set", "data.fraction=0.1"], "uses all images of the training split; leave out data.fraction=0.1"),
         (["--set", "model.stem=conv_stem"], "mixes the pixels of neighbouring patches"),
         (["--set", "model.patch_size=8"], "patch"),
         (["--set", "mae.mask_ratio=1"], "mask_ratio"),
@@ -276,6 +302,10 @@ def test_collapsed_features_stop_the_run(tmp_path: Path, monkeypatch: pytest.Mon
         (["--method", "dino", "--set", "averaging.kind=ema"], "which is an average already"),
         (["--method", "dino", "--set", "dino.prototypes=1"], "use 2 or more"),
         (["--set", "model.classes=3"], "pretraining learns without classes"),
+        (["--set", "data.balance=true"], "without labels, which data.balance is about; leave it out"),
+        (["--set", "objective.label_smoothing=0.1"], "without labels, which objective is about; leave it out"),
+        (["--set", "criterion=accuracy"], "criterion is 'accuracy', but pretraining keeps the last checkpoint"),
+        (["--set", "lora.rank=4"], "lora.rank is 4, but pretraining trains all weights; set lora.rank=0"),
         (["--set", "masked_patches.mask_ratio=0.5"], "tables of several methods, mae and masked_patches; keep one"),
     ],
 )
@@ -294,6 +324,42 @@ def test_bad_input_is_one_sentence(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_recipe_of_another_method_needs_no_method() -> None:
+    assert recipe_for("mae", "dino", ()).method == "dino"
+    assert recipe_for("masked-patches", "masked-patches", ()).method == "masked_patches"
+
+
+@pytest.mark.parametrize(
+    ("width", "decoder", "reason"),
+    [
+        (32, 32, "one head of 32"),
+        (96, 32, "at most half of the encoder's 96, in heads of 32"),
+        (384, 192, "at most half of the encoder's 384, in heads of 32"),
+    ],
+)
+def test_the_decoder_of_a_small_encoder(width: int, decoder: int, reason: str) -> None:
+    recipe = read_recipe("mae", [f"model.width={width}", "model.heads=1"])
+    plan = resolve_pretraining(recipe, DataFacts(1_000, (), 64, grey=False, device="cpu"), None)
+    assert plan.recipe.mae is not None
+    assert plan.recipe.mae.decoder_width == decoder
+    chosen = next(one for one in plan.defaults if one.field == "mae.decoder_width")
+    assert (chosen.value, chosen.reason) == (decoder, reason)
+
+
+def test_positions_of_a_masked_autoencoder_are_the_papers() -> None:
+    facts = DataFacts(1_000, (), 64, grey=False, device="cpu")
+    for changes, position in (
+        ([], "sincos_2d"),
+        (["model.name=S/16"], "sincos_2d"),
+        (["model.name=S/16", "model.position=learned_1d"], "learned_1d"),
+    ):
+        plan = resolve_pretraining(read_recipe("mae", changes), facts, None)
+        assert plan.model.position == position
+        shown = "model.position" in {one.field for one in plan.defaults}
+        assert shown == (position == "sincos_2d")
+    assert resolve_pretraining(read_recipe("dino", ["model.name=S/16"]), facts, None).model.position == "learned_1d"
+
+
 def test_train_refuses_a_pretraining_recipe() -> None:
     with pytest.raises(ConfigError, match="the recipe pretrains without labels \\(mae\\); use vitrail pretrain"):
         vitrail.train("digits", recipe="mae")
@@ -301,5 +367,5 @@ def test_train_refuses_a_pretraining_recipe() -> None:
 
 def test_one_image_is_too_few(tmp_path: Path) -> None:
     Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "one.png")
-    with pytest.raises(DataError, match="has 1 images; pretraining needs at least two"):
+    with pytest.raises(DataError, match="has 1 image; pretraining needs at least two"):
         open_unlabelled(tmp_path)

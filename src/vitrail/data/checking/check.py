@@ -99,8 +99,10 @@ class Report:
         how = "" if self.decoded else f" (headers of {self.checked:,} read, contents of {self.compared:,} compared)"
         briefs = [finding.brief for finding in self.findings]
         problems = ", ".join(briefs[:4]) + (f", and {len(briefs) - 4} more" if len(briefs) > 4 else "")
-        classes = "1 class" if len(self.classes) == 1 else f"{len(self.classes):,} classes"
-        return f"{count_images(self.images)} in {classes}{how}; {problems or 'no problems found'}"
+        classes = (
+            f" in {len(self.classes):,} classes" if len(self.classes) > 1 else ""
+        )  # images without labels have one
+        return f"{count_images(self.images)}{classes}{how}; {problems or 'no problems found'}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON-compatible values."""

@@ -33,7 +33,7 @@ from vitrail.data.sources.splits import (
 )
 from vitrail.data.sources.tar import expand_pattern, is_pattern
 from vitrail.errors import DataError
-from vitrail.text import printable_path
+from vitrail.text import plural, printable_path
 
 MANIFESTS = (".csv", ".tsv", ".jsonl", ".parquet")
 PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tar.lz4", ".zip")
@@ -167,7 +167,7 @@ def open_unlabelled(data: Data, *, seed: int = 0, val: float = 0.05) -> Splits:
     if (source.labels < 0).any():
         source = Renumbered(source, ("image",), nothing)
     if len(source) < 2:
-        raise DataError(f"{title_of(opened)} has {len(source)} images; pretraining needs at least two")
+        raise DataError(f"{title_of(opened)} has {plural(len(source), 'image')}; pretraining needs at least two")
     # Not by class: a rare one need not be in both splits.
     for_train, for_val, _ = split_indices(nothing, seed=seed, val=val, test=0)
     train, drawn = split_of(source, for_train), split_of(source, for_val) if len(for_val) else None

@@ -11,6 +11,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError
 from vitrail.models.config import ViTConfig
 from vitrail.models.variants import variant_config
+from vitrail.tasks.objective import Objective
 from vitrail.training.optimizers import learning_rate
 from vitrail.training.plan import (
     SMALL_SIDE,
@@ -50,10 +51,7 @@ def resolve_pretraining(
     """Resolve every field that a pretraining recipe leaves unset."""
     if pretrained is not None:
         raise ConfigError("pretraining starts from random weights; leave out --from")
-    if recipe.mixing is not None and recipe.mixing.on:
-        raise ConfigError("pretraining does not mix images; leave out mixing")
-    if recipe.dino is not None:
-        check_dino_recipe(recipe)
+    _check_recipe(recipe)
     defaults: list[ResolvedDefault] = []
     model = _model(recipe, facts, defaults)
     half = (0.5,) * model.channels
@@ -73,7 +71,8 @@ def resolve_pretraining(
     if lr is None:
         base, least = (BASE_LR, LEAST_LR) if dino is None else (DINO_LR, LEAST_DINO_LR)
         lr = max(least, base * batch / BASE_BATCH)
-        why = f"the paper's, scaled to a batch of {batch}" if lr > least else "usual for small batches"
+        paper = "the paper's" if recipe.mae is not None or dino is not None else "that of masked autoencoders"
+        why = f"{paper}, scaled to a batch of {batch}" if lr > least else "usual for small batches"
         defaults.append(ResolvedDefault("optimizer.lr", lr, why))
     augmentation = recipe.augmentation or (_augmentation(facts, recipe, defaults) if dino is None else NO_AUGMENTATION)
     data = recipe.data if dino is None else dino_data(recipe.data, facts, defaults)
@@ -99,6 +98,21 @@ def resolve_pretraining(
     )  # fmt: skip
 
 
+def _check_recipe(recipe: Recipe) -> None:
+    """Raise for settings that would have no effect, or that need labels."""
+    if recipe.mixing is not None and recipe.mixing.on:
+        raise ConfigError("pretraining does not mix images; leave out mixing")
+    if recipe.data.subset is not None:
+        raise ConfigError(f"pretraining uses all images of the training split; leave out {recipe.data.subset}")
+    for name, used in (("data.balance", recipe.data.balance), ("objective", recipe.objective != Objective())):
+        if used:
+            raise ConfigError(f"pretraining learns without labels, which {name} is about; leave it out")
+    if recipe.criterion not in (None, "loss"):
+        raise ConfigError(f"criterion is {recipe.criterion!r}, but pretraining keeps the last checkpoint; leave it out")
+    if recipe.dino is not None:
+        check_dino_recipe(recipe)
+
+
 def _model(recipe: Recipe, facts: DataFacts, defaults: list[ResolvedDefault]) -> ViTConfig:
     fields = dict(recipe.model)
     if fields.pop("classes", 0):
@@ -106,14 +120,16 @@ def _model(recipe: Recipe, facts: DataFacts, defaults: list[ResolvedDefault]) ->
     if fields.pop("paper", False):
         raise ConfigError("model.paper is for training with labels; use model.name to select one of its models")
     name = fields.pop("name", None)
+    position = {"position": "sincos_2d"} if recipe.mae is not None and "position" not in fields else {}
+    if position:
+        why = "the paper's; learned from a quarter of the patches, they would be noisy"
+        defaults.append(ResolvedDefault("model.position", position["position"], why))
     if name is not None:
-        return variant_config(name).replace(**{**fields, "classes": 0})
+        return variant_config(name).replace(**{**position, **fields, "classes": 0})
     small = _small_model(facts, fields, defaults)
     if recipe.dino is not None:
         small |= MODEL
-    if recipe.mae is not None:
-        small["position"] = "sincos_2d"  # the paper's: what is learned from a quarter of the patches is noisy
-    return ViTConfig.model_validate({**small, **fields, "classes": 0})
+    return ViTConfig.model_validate({**small, **position, **fields, "classes": 0})
 
 
 def _small_model(facts: DataFacts, fields: dict[str, Any], defaults: list[ResolvedDefault]) -> dict[str, Any]:
@@ -157,7 +173,8 @@ def _with_decoder(settings: MaeSettings, model: ViTConfig, defaults: list[Resolv
         heads = max(1, model.width // 64)
         width = heads * 32
         settings = settings.replace(decoder_width=width, decoder_depth=2, decoder_heads=heads)
-        defaults.append(ResolvedDefault("mae.decoder_width", width, f"half of the encoder's {model.width}"))
+        why = f"at most half of the encoder's {model.width}, in heads of 32" if model.width >= 64 else "one head of 32"
+        defaults.append(ResolvedDefault("mae.decoder_width", width, why))
         defaults.append(ResolvedDefault("mae.decoder_depth", 2, "enough for a small encoder"))
     check_mae(model, settings)
     return settings

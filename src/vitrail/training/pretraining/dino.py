@@ -12,7 +12,6 @@ resumes exactly.
 Axes: B batch, V views, K prototypes.
 """
 
-import copy
 import itertools
 import math
 from typing import Annotated, NamedTuple, Self
@@ -39,7 +38,7 @@ Temperature = Annotated[float, Field(gt=0, le=10)]
 
 
 class DinoSettings(Frozen):
-    """The settings of DINO. The defaults are the paper's, but for `prototypes`."""
+    """The settings of DINO. The defaults are those of the paper or of its code, but for `prototypes`."""
 
     prototypes: Count = 4096
     """Outputs of the head. The paper has 65536, for ImageNet; small datasets need fewer."""
@@ -232,8 +231,8 @@ class DinoOutput(NamedTuple):
 class Dino(nn.Module):
     """Student and teacher.
 
-    `encoder` is the student, whose parameters and those of `head` train. The teacher's weights are usually better than
-    the student's, so `pretrained_encoder` returns those.
+    `encoder` is the student, whose parameters and those of `head` train. The `teacher` is what a run keeps: its weights
+    are usually better than the student's.
     """
 
     centre: Tensor
@@ -303,10 +302,6 @@ class Dino(nn.Module):
         momentum = teacher_momentum(self.settings, step, steps)
         for student, teacher in ((self.encoder, self.teacher), (self.head, self.teacher_head)):
             _move_towards(teacher, student, 1 - momentum)
-
-    def pretrained_encoder(self) -> ViT:
-        """Return the ViT to keep: a copy of the teacher's encoder, ready to be trained further."""
-        return copy.deepcopy(self.teacher).requires_grad_(True)
 
 
 def _by_view(outputs: Tensor, images: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.batches import Batch
 from vitrail.data.views import AnyBatch
-from vitrail.errors import Diverged
+from vitrail.errors import DataError, Diverged
 from vitrail.metrics.features import feature_diversity
 from vitrail.metrics.neighbours import leave_one_out
 from vitrail.models.vit import ViT
@@ -131,7 +131,11 @@ class Pretraining(Learner):
                     sums.append({name: value.float() * len(pixels) for name, value in found.items()})
                     features.append(self.kept(module)(pixels).float())
                 labels.append(batch.labels)
-        gathered = context.ranks.all_gather((torch.cat(features).cpu(), torch.cat(labels).cpu(), _added(sums)))
+        # With few images, a rank may have none.
+        own = (torch.cat(features).cpu(), torch.cat(labels).cpu(), _added(sums)) if features else None
+        gathered = [part for part in context.ranks.all_gather(own) if part is not None]
+        if not gathered:
+            raise DataError("none of the validation images can be read; run vitrail check to see why")
         pooled, known = torch.cat([part[0] for part in gathered]), torch.cat([part[1] for part in gathered])
         means = {name: total / len(pooled) for name, total in _added([part[2] for part in gathered]).items()}
         diversity = feature_diversity(pooled)

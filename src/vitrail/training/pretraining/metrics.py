@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from vitrail.tasks.metrics import Metric, Metrics, MetricSpec
+from vitrail.text import plural
 
 LOSS = MetricSpec(
     "loss",
@@ -86,7 +87,7 @@ class PretrainingMetrics(Metrics):
     def lead(self) -> list[str]:
         """The same in sentences."""
         loss = f"The loss is {LOSS.show(self.loss)}. " if self.knn is not None else ""
-        watched = f"{loss}The features use about {max(1, round(self.rank)):,} dimensions."
+        watched = f"{loss}The features use about {plural(max(1, round(self.rank)), 'dimension')}."
         labels = "Labels only served to measure this; none was trained on." if self.knn is not None else ""
         return [sentence for sentence in (labels, watched) if sentence]
 
