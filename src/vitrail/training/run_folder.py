@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from vitrail.checkpoints.bundle import Bundle
+from vitrail.data.remote.filesystems import is_remote, path_in
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.io import (
     ContentError,
@@ -62,7 +63,7 @@ class Origin(NamedTuple):
 def origin_of(data: str | Path, pretrained: Bundle | None, teacher: Teacher | None = None) -> Origin:
     """Return the origin of a run."""
     taught_by = "" if teacher is None else teacher.digest
-    place = str(data) if str(data) == BUILT_IN else str(Path(data).resolve())
+    place = str(data) if str(data) == BUILT_IN or is_remote(str(data)) else str(Path(data).resolve())
     if pretrained is None:
         return Origin(place, "", taught_by)
     digest = hashlib.blake2b(pretrained.model.config.resolved().to_json().encode(), digest_size=16)
@@ -77,7 +78,7 @@ def default_folder(origin: Origin, recipes: Sequence[Recipe]) -> Path:
     given = [origin.data, origin.pretrained, *([origin.teacher] if origin.teacher else [])]
     words = "\n".join([*sorted(recipe.to_json() for recipe in recipes), *given])
     fingerprint = hashlib.blake2b(words.encode(), digest_size=3).hexdigest()
-    return Path("runs") / f"{Path(origin.data).name or 'data'}-{fingerprint}"
+    return Path("runs") / f"{Path(path_in(origin.data)).name or 'data'}-{fingerprint}"
 
 
 def keep_origin(folder: Path, origin: Origin) -> str | None:
