@@ -4,8 +4,9 @@
 
 A server with range requests runs on loopback, in its own process. The shards hold synthetic JPEGs. Contenders read all
 images once per pass, in turns: as bytes, and decoded. Ours reads them in random order, as training does; webdataset
-streams the shards in order, its fastest way. "first epoch" starts with an empty cache, "later epochs" with a full one;
-the index is made before and timed separately, and "index and first epoch" is their sum. `--json FILE` writes the rows.
+streams the shards in order, its fastest way. "with the index" starts from nothing: it makes the index, which fills the
+cache, then reads. "empty cache" has the index only, as if the blocks had been removed; "later epochs" has both.
+`--json FILE` writes the rows. Also printed: CPU time per image of the reading processes, which other load changes less.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -34,6 +35,7 @@ from tests.support.remote_servers import FileServer
 
 from vitrail.data.decode import open_image
 from vitrail.data.remote.block_cache import block_cache
+from vitrail.data.sources.index_files import cache_folder
 from vitrail.data.sources.opening import open_source
 from vitrail.data.sources.source import Source
 
@@ -54,7 +56,8 @@ def main() -> None:
     print(f"{options.workers} workers, {options.repeats} passes, medians of images/s and of ratios")
     for row in rows:
         ratio = f"{row['vs_webdataset']:.2f}× webdataset" if row["vs_webdataset"] else ""
-        print(f"{row['work']:8} {row['contender']:32} {row['images_per_second']:10,.0f}  {ratio}")
+        speed = f"{row['images_per_second']:10,.0f} {row['cpu_ms']:8.2f} ms CPU"
+        print(f"{row['work']:8} {row['contender']:32} {speed}  {ratio}")
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=1))
 
@@ -116,44 +119,56 @@ def measure(root: Path, url: str, options: argparse.Namespace) -> list[dict[str,
     pattern = f"{{0000..{options.shards - 1:04}}}.tar"
     urls = [f"{url}/{shard:04}.tar" for shard in range(options.shards)]
     local = open_source(f"{root / 'shards'}/{pattern}")
-    began = time.perf_counter()
     remote = open_source(f"{url}/{pattern}")
-    indexing = time.perf_counter() - began
     rows = []
     for work in ("bytes", "decoded"):
-        passes: dict[str, Callable[[], float]] = {
+        passes: dict[str, Callable[[], Cost]] = {
             "webdataset": lambda work=work: timed(streamed(urls, work, options.workers), options.images),
-            "ours, first epoch": lambda work=work: first_epoch(remote, work, options),
+            "ours, first epoch with the index": lambda work=work: from_nothing(f"{url}/{pattern}", work, options),
+            "ours, empty cache": lambda work=work: from_empty_cache(remote, work, options),
             "ours, later epochs": lambda work=work: timed(shuffled(remote, work, options.workers), options.images),
             "ours, local files": lambda work=work: timed(shuffled(local, work, options.workers), options.images),
         }
-        seconds: dict[str, list[float]] = {name: [] for name in passes}
+        costs: dict[str, list[Cost]] = {name: [] for name in passes}
         for _ in range(options.repeats):
             for name, run in passes.items():
-                seconds[name].append(run())
-        seconds["ours, index and first epoch"] = [value + indexing for value in seconds["ours, first epoch"]]
-        rows += [row_of(work, name, seconds, options.images) for name in seconds]
+                costs[name].append(run())
+        rows += [row_of(work, name, costs, options.images) for name in costs]
     return rows
 
 
-def row_of(work: str, name: str, seconds: dict[str, list[float]], images: int) -> dict[str, Any]:
-    ratios = [peer / own for peer, own in zip(seconds["webdataset"], seconds[name], strict=True)]
+class Cost(NamedTuple):
+    """What a pass took."""
+
+    seconds: float
+    cpu_seconds: float
+    """Of this process and its workers, without the server."""
+
+
+def row_of(work: str, name: str, costs: dict[str, list[Cost]], images: int) -> dict[str, Any]:
+    ratios = [peer.seconds / own.seconds for peer, own in zip(costs["webdataset"], costs[name], strict=True)]
     return {
         "work": work,
         "contender": name,
-        "images_per_second": images / statistics.median(seconds[name]),
+        "images_per_second": images / statistics.median(cost.seconds for cost in costs[name]),
+        "cpu_ms": 1000 * statistics.median(cost.cpu_seconds for cost in costs[name]) / images,
         "vs_webdataset": None if name == "webdataset" else statistics.median(ratios),
     }
 
 
-def timed(loader: Iterator[Any], images: int) -> float:
-    began = time.perf_counter()
-    count = sum(len(sizes) for sizes in loader)
+def timed(loader: Callable[[], Iterator[Any]], images: int) -> Cost:
+    began, cpu = time.perf_counter(), sum(os.times()[:4])
+    count = sum(len(sizes) for sizes in loader())
     assert count == images, (count, images)
-    return time.perf_counter() - began
+    return Cost(time.perf_counter() - began, sum(os.times()[:4]) - cpu)
 
 
-def first_epoch(remote: Source, work: str, options: argparse.Namespace) -> float:
+def from_nothing(place: str, work: str, options: argparse.Namespace) -> Cost:
+    shutil.rmtree(cache_folder())
+    return timed(lambda: shuffled(open_source(place), work, options.workers)(), options.images)
+
+
+def from_empty_cache(remote: Source, work: str, options: argparse.Namespace) -> Cost:
     shutil.rmtree(block_cache().folder)
     return timed(shuffled(remote, work, options.workers), options.images)
 
@@ -177,14 +192,14 @@ class Images(Dataset[int]):
         return use(content, self.work)
 
 
-def shuffled(source: Source, work: str, workers: int) -> Iterator[Any]:
-    return iter(DataLoader(Images(source, work), BATCH, shuffle=True, num_workers=workers))
+def shuffled(source: Source, work: str, workers: int) -> Callable[[], Iterator[Any]]:
+    return lambda: iter(DataLoader(Images(source, work), BATCH, shuffle=True, num_workers=workers))
 
 
-def streamed(urls: list[str], work: str, workers: int) -> Iterator[Any]:
+def streamed(urls: list[str], work: str, workers: int) -> Callable[[], Iterator[Any]]:
     wds = import_peer("webdataset")
     data = wds.WebDataset(urls, shardshuffle=False, empty_check=False).map(lambda sample: use(sample["jpg"], work))
-    return iter(DataLoader(data, BATCH, num_workers=workers))
+    return lambda: iter(DataLoader(data, BATCH, num_workers=workers))
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import tarfile
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from email.utils import formatdate
@@ -18,6 +20,8 @@ import numpy as np
 from PIL import Image
 
 from vitrail.data.sources.source import digits
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @dataclass
@@ -34,6 +38,8 @@ class FileServer:
     """If set, the status code of every response."""
     requests: list[tuple[str, str, str]] = field(default_factory=list)
     """Method, path and range of every request."""
+    hub: str = ""
+    """If set, the name of a dataset: the files are served as by the Hugging Face Hub."""
     url: str = ""
     closing: threading.Event = field(default_factory=threading.Event)
 
@@ -79,7 +85,12 @@ class _Handler(BaseHTTPRequestHandler):
         files = self.files
         files.requests.append((self.command, self.path, self.headers.get("Range", "")))
         number = len(files.requests)
-        path = files.folder / self.path.partition("?")[0].lstrip("/")
+        if files.hub and self.path.startswith("/api/datasets/"):
+            self._describe()
+            return
+        path = files.folder / self.path.partition("?")[0].lstrip("/").removeprefix(
+            f"datasets/{files.hub}/resolve/{COMMIT}/"
+        ).removeprefix(f"datasets/{files.hub}/resolve/main/")
         if files.status or (files.fail_every and not number % files.fail_every):
             self._empty(files.status or 503)
             return
@@ -114,6 +125,30 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             file.seek(start)
             self.wfile.write(file.read(stop - start))
+
+    def _describe(self) -> None:
+        """Describe a dataset, or list its files."""
+        if not self.path.startswith(f"/api/datasets/{self.files.hub}"):
+            self._empty(404)
+            return
+        paths = sorted(path for path in self.files.folder.iterdir() if path.is_file())
+        listing: object = [
+            {
+                "type": "file",
+                "path": path.name,
+                "size": path.stat().st_size,
+                "oid": f"{zlib.crc32(path.read_bytes()):040x}",
+            }
+            for path in paths
+        ]
+        if "/tree/" not in self.path:
+            listing = {"id": self.files.hub, "sha": COMMIT, "private": False, "tags": [], "siblings": []}
+        content = json.dumps(listing).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
 
     def _empty(self, status: int) -> None:
         self.send_response(status)
@@ -171,3 +206,11 @@ def write_shards(folder: Path, images: int = 200, shards: int = 4) -> list[Path]
         os.utime(path, (time.time() - 3600,) * 2)
         paths.append(path)
     return paths
+
+
+@contextlib.contextmanager
+def hub_server(folder: Path, name: str) -> Iterator[str]:
+    """Serve the files of a folder as a dataset of a small Hugging Face Hub; yield its endpoint."""
+    with FileServer(folder).running() as server:
+        server.hub = name
+        yield server.url

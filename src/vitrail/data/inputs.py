@@ -13,9 +13,10 @@ from vitrail.data.decode import open_image
 from vitrail.data.image_files import PIXEL_LIMIT
 from vitrail.data.preprocess import Preprocess, resized_size
 from vitrail.data.remote.filesystems import is_remote
-from vitrail.data.remote.stored_files import open_stored, read_at, read_whole
+from vitrail.data.remote.stored_files import read_at, read_remote
 from vitrail.data.sources.source import Pixels, reason_of
 from vitrail.errors import DataError, InputError, VitrailError
+from vitrail.io import open_regular
 from vitrail.text import printable_path
 
 ImageInput = str | os.PathLike[str] | bytes | Image.Image | np.ndarray[Any, Any] | Tensor
@@ -46,10 +47,10 @@ class Item(NamedTuple):
             raise DataError(self.error)
         if self.content is not None:
             return self.content
-        if self.size is None and is_remote(self.file):
-            return read_whole(os.fsdecode(self.file))
+        if is_remote(self.file):
+            return read_remote(os.fsdecode(self.file), self.size, self.start)
         try:
-            with open_stored(self.file) as file:
+            with open_regular(self.file) as file:
                 content = file.readall() if self.size is None else read_at(file, self.size, self.start)
         except IsADirectoryError:
             raise DataError("a folder; pass it on the command line to read the images in it") from None

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.support import forked_commands
-from tests.support.remote_servers import FileServer, png, s3_server, write_shards
+from tests.support.remote_servers import FileServer, hub_server, png, s3_server, write_shards
 from tests.support.tiny_runs import TINY, tiny_run
 
 from vitrail.data.augmentation.augment import Augmentation
@@ -144,7 +144,11 @@ def test_a_manifest_of_urls(server: FileServer, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_workers_make_the_same_batches(server: FileServer, written: Path, method: str) -> None:
+def test_workers_make_the_same_batches(
+    server: FileServer, written: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VITRAIL_REMOTE_CACHE_GB", "0")  # so that every worker downloads
+
     def batches(root: object, workers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         source = open_data(f"{root}/{PATTERN}").train
         data = Training(source, Stream(len(source), 16, seed=3), Preprocess(size=(16, 16)), Augmentation())
@@ -263,3 +267,17 @@ def test_the_command_line(server: FileServer, tmp_path: Path) -> None:
     assert refused.returncode == 2
     assert "is denied: HTTP status 403; check the credentials and permissions" in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_dataset_of_a_hub(written: Path, tmp_path: Path) -> None:
+    """In a separate process: huggingface_hub reads its settings on import."""
+    with hub_server(written, "org/digits") as endpoint:
+        environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
+        for place, images in {"train-*.tar": 200, PATTERN: 200, "digits.parquet": 60}.items():
+            done = forked_commands.run("check", f"hf://datasets/org/digits/{place}", environment=environment)
+            assert done.returncode == 0, done.stderr
+            assert f"{images} images" in done.stdout
+        gone = forked_commands.run("check", "hf://datasets/org/digits/none.tar", environment=environment)
+        assert gone.returncode == 2
+        assert "hf://datasets/org/digits/none.tar does not exist; correct the URL" in gone.stderr

@@ -12,7 +12,7 @@ from tests.support.remote_servers import FileServer
 from vitrail.data.remote import block_cache, filesystems, stored_files
 from vitrail.data.remote.block_cache import BlockCache
 from vitrail.data.remote.filesystems import MissingFileError, Status, fetch, is_remote, path_in, status
-from vitrail.data.remote.stored_files import RemoteFile, open_stored, read_whole
+from vitrail.data.remote.stored_files import RemoteFile, open_stored, read_remote
 from vitrail.errors import ConfigError, DataError, StorageError
 
 CONTENT = bytes(range(256)) * 400
@@ -108,7 +108,7 @@ def test_refusals(server: FileServer, code: int, message: str) -> None:
 
 def test_missing_files_and_servers(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MissingFileError, match=r"^http://\S+/b\.bin does not exist; correct the URL$"):
-        read_whole(f"{server.url}/b.bin")
+        read_remote(f"{server.url}/b.bin")
     monkeypatch.setattr(filesystems, "ATTEMPTS", 2)
     with pytest.raises(StorageError, match=r"^http://127\.0\.0\.1:9/x cannot be read: .* \(2 attempts\); check the"):
         status("http://127.0.0.1:9/x")

@@ -31,6 +31,9 @@ TOUCH_EVERY = 60.0
 """Seconds between two updates of a block's time of last use."""
 
 
+_OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+
+
 class BlockCache:
     """Blocks of remote files, least recently used ones removed above `limit` bytes."""
 
@@ -42,18 +45,18 @@ class BlockCache:
 
     def read(self, key: str, number: int, length: int, start: int, size: int, download: Callable[[], bytes]) -> bytes:
         """Return `size` bytes at `start` of a block of `length` bytes; `download` returns a missing block."""
-        path = self.folder / key / str(number)
+        path = f"{self.folder}{os.sep}{key}{os.sep}{number}"  # a Path would cost more than the read
         content = _read_block(path, length, start, size)
         if content is not None:
             return content
         try:
             (self.folder / "locks").mkdir(parents=True, exist_ok=True)
-            with lock_file(self.folder / "locks" / str(zlib.crc32(str(path).encode()) % LOCKS), wait=True):
+            with lock_file(self.folder / "locks" / str(zlib.crc32(path.encode()) % LOCKS), wait=True):
                 content = _read_block(path, length, start, size)  # another process may have stored it
                 if content is not None:
                     return content
                 block = download()
-                self._store(path, block)
+                self._store(Path(path), block)
         except OSError as error:
             self._give_up(error)
             block = download()
@@ -105,18 +108,20 @@ class BlockCache:
 
 def block_cache() -> BlockCache:
     """Return the cache: in Vitrail's cache folder, of $VITRAIL_REMOTE_CACHE_GB, by default 20 GB; 0 for none."""
-    return _cache(cache_folder() / "remote", int(positive_setting("VITRAIL_REMOTE_CACHE_GB", DEFAULT_LIMIT_GB) * 1e9))
+    return _cache(*map(os.environ.get, ("VITRAIL_REMOTE_CACHE_GB", "VITRAIL_CACHE", "XDG_CACHE_HOME", "HOME")))
 
 
 @functools.cache
-def _cache(folder: Path, limit: int) -> BlockCache:
-    return BlockCache(folder, limit)
+def _cache(*_: str | None) -> BlockCache:
+    """Return the cache for these settings, which are read here once."""
+    limit = int(positive_setting("VITRAIL_REMOTE_CACHE_GB", DEFAULT_LIMIT_GB) * 1e9)
+    return BlockCache(cache_folder() / "remote", limit)
 
 
-def _read_block(path: Path, length: int, start: int, size: int) -> bytes | None:
+def _read_block(path: str, length: int, start: int, size: int) -> bytes | None:
     """Return bytes of a stored block; None if it is missing or has another length."""
     try:
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+        handle = os.open(path, _OPEN_FLAGS)
     except OSError:
         return None
     try:

@@ -7,7 +7,7 @@ import os
 import time
 from typing import Any, Self
 
-from vitrail.data.remote.block_cache import BLOCK, block_cache
+from vitrail.data.remote.block_cache import BLOCK, BlockCache, block_cache
 from vitrail.data.remote.filesystems import MissingFileError, Status, fetch, is_remote, status
 from vitrail.errors import StorageError
 from vitrail.io import open_regular
@@ -44,29 +44,30 @@ class RemoteFile(io.RawIOBase):
         while size > 0:
             number, offset = divmod(start, BLOCK)
             taken = min(size, BLOCK - offset)
-            pieces.append(self._read_block(number, offset, taken))
+            pieces.append(self._read_block(cache, number, offset, taken))
             start, size = start + taken, size - taken
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    def _read_block(self, number: int, start: int, size: int) -> bytes:
+    def _read_block(self, cache: BlockCache, number: int, start: int, size: int) -> bytes:
         length = min(BLOCK, self.status.size - number * BLOCK)
-        cache = block_cache()
 
         def read(start: int, size: int) -> bytes:
             if not (self._cached and cache.usable):
                 return self._download_block(number, length)[start : start + size]
-            return cache.read(self._key, number, length, start, size, lambda: self._download_block(number, length))
+            return cache.read(
+                _key(self.url, self.status, BLOCK),
+                number,
+                length,
+                start,
+                size,
+                lambda: self._download_block(number, length),
+            )
 
         if not self._sequential:
             return read(start, size)
         if self._block[0] != number:
             self._block = number, read(0, length)
         return self._block[1][start : start + size]
-
-    @functools.cached_property
-    def _key(self) -> str:
-        words = f"{self.url}\n{self.status.size}\n{self.status.tag}\n{BLOCK}"
-        return hashlib.blake2b(words.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
     def _download_block(self, number: int, length: int) -> bytes:
         content = self._download(number * BLOCK, length)
@@ -122,6 +123,13 @@ class RemoteFile(io.RawIOBase):
         return len(content)
 
 
+@functools.lru_cache(maxsize=65_536)
+def _key(url: str, version: Status, block: int) -> str:
+    """Return the cache key of one version of a file."""
+    words = f"{url}\n{version.size}\n{version.tag}\n{block}"
+    return hashlib.blake2b(words.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+
+
 @functools.lru_cache(maxsize=4096)
 def _last_check(url: str, version: Status) -> list[float]:  # noqa: ARG001 - one value for each version
     return [-CHECK_EVERY]
@@ -158,10 +166,10 @@ def open_stored_text(place: str, *, newline: str | None = None) -> io.TextIOWrap
     return io.TextIOWrapper(io.BufferedReader(raw), encoding="utf-8-sig", newline=newline)
 
 
-def read_whole(url: str) -> bytes:
-    """Return the content of a small file at a URL."""
+def read_remote(url: str, size: int | None = None, start: int = 0) -> bytes:
+    """Return the content of a file at a URL, or a range of it; always of the version that was read first."""
     with RemoteFile(url, _first_status(url)) as file:
-        return file.read_at(file.status.size, 0)
+        return file.read_at(file.status.size if size is None else size, start)
 
 
 @functools.lru_cache(maxsize=65_536)

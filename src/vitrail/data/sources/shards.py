@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from vitrail.data.remote.block_cache import block_cache
 from vitrail.data.remote.filesystems import MissingFileError, Status, is_remote, path_in
-from vitrail.data.remote.stored_files import RemoteFile, StoredFile, open_stored, read_at, read_whole
+from vitrail.data.remote.stored_files import RemoteFile, StoredFile, open_stored, read_at, read_remote
 from vitrail.data.sources.index_files import (
     Names,
     NamesBuilder,
@@ -169,7 +169,7 @@ def open_shards(paths: Sequence[str], *, unlabelled: bool = False, on_progress: 
 def _read_classes(shard: str) -> list[str] | None:
     path = os.path.join(os.path.dirname(path_in(shard)), CLASSES_FILE)
     try:
-        text = read_whole(path).decode("utf-8") if is_remote(path) else read_text(path)
+        text = read_remote(path).decode("utf-8") if is_remote(path) else read_text(path)
         return [line.strip() for line in text.removeprefix("\ufeff").rstrip().splitlines()]
     except (FileNotFoundError, MissingFileError):
         return None

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitrail.data.remote.filesystems import is_remote, status
-from vitrail.data.remote.stored_files import read_whole
+from vitrail.data.remote.stored_files import read_remote
 from vitrail.errors import DataError, InputError
 from vitrail.io import open_regular
 
@@ -185,7 +185,7 @@ def reason_of(fault: OSError | ValueError) -> str:
 def read_file(path: str | bytes, name: str) -> bytes:
     """Return the bytes of a file; `name` is for messages."""
     if is_remote(path):
-        return read_whole(os.fsdecode(path))
+        return read_remote(os.fsdecode(path))
     try:
         with open_regular(path) as file:
             return file.readall()
