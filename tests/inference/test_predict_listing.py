@@ -235,7 +235,7 @@ def test_digits() -> None:
     [
         ("gone.png", r"gone\.png does not exist; give files, folders, patterns, manifests .* or - to read paths"),
         ("ftp://example.org/a.png", r"ftp://example\.org/a\.png is a URL, which is not downloaded; download it"),
-        ("s3://bucket/a.png", "download it first"),
+        ("sftp://host/a.png", "download it first"),
         ("all.tar.gz", r"all\.tar\.gz is compressed; unpack it"),
     ],
 )
