@@ -21,6 +21,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,12 +123,13 @@ def measure(root: Path, url: str, options: argparse.Namespace) -> list[dict[str,
     remote = open_source(f"{url}/{pattern}")
     rows = []
     for work in ("bytes", "decoded"):
+        place, workers, images = f"{url}/{pattern}", options.workers, options.images
         passes: dict[str, Callable[[], Cost]] = {
-            "webdataset": lambda work=work: timed(streamed(urls, work, options.workers), options.images),
-            "ours, first epoch with the index": lambda work=work: from_nothing(f"{url}/{pattern}", work, options),
-            "ours, empty cache": lambda work=work: from_empty_cache(remote, work, options),
-            "ours, later epochs": lambda work=work: timed(shuffled(remote, work, options.workers), options.images),
-            "ours, local files": lambda work=work: timed(shuffled(local, work, options.workers), options.images),
+            "webdataset": partial(timed, streamed(urls, work, workers), images),
+            "ours, first epoch with the index": partial(from_nothing, place, work, options),
+            "ours, empty cache": partial(from_empty_cache, remote, work, options),
+            "ours, later epochs": partial(timed, shuffled(remote, work, workers), images),
+            "ours, local files": partial(timed, shuffled(local, work, workers), images),
         }
         costs: dict[str, list[Cost]] = {name: [] for name in passes}
         for _ in range(options.repeats):
