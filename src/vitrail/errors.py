@@ -4,6 +4,7 @@
     ├── ConfigError       a setting is impossible, or contradicts another
     ├── InputError        a tensor, image or argument does not fit the model
     ├── DataError         a dataset, or a file in it, cannot be used
+    │   └── StorageError  remote storage does not respond, refuses access, or has changed during a run
     ├── CheckpointError   a weight file cannot be opened, recognised or written
     └── Diverged          the loss or the outputs are not finite
 
@@ -34,6 +35,10 @@ class InputError(VitrailError):
 
 class DataError(VitrailError):
     """A dataset, or a file in it, cannot be used."""
+
+
+class StorageError(DataError):
+    """Remote storage does not respond, refuses access, or has changed during a run; no image is skipped for it."""
 
 
 class CheckpointError(VitrailError):

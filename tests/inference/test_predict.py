@@ -101,7 +101,7 @@ def test_every_format_has_the_same_rows(run: RunCommand, suffix: str) -> None:
 
 
 def test_lists_from_stdin_have_one_row_per_line(run: RunCommand) -> None:
-    lines = b"p/00003.png\np\np/gone.png\np/00003.png\nhttp://x.org/1.jpg\np/00001.png\n"
+    lines = b"p/00003.png\np\np/gone.png\np/00003.png\nftp://x.org/1.jpg\np/00001.png\n"
     rows = run("bundle", "-", stdin=lines).rows
     assert [row["path"] for row in rows] == lines.decode().splitlines()
     assert [row["error"] for row in rows] == [
@@ -151,7 +151,7 @@ def test_resume_without_and_with_an_earlier_job(run: RunCommand) -> None:
         (("nowhere", "p"), "nowhere does not exist"),
         (("headless", "p"), "the model has no head"),
         (("bundle", "gone.png"), "gone.png does not exist; give files, folders"),
-        (("bundle", "https://example.org/cat.jpg"), "is a URL, which is not downloaded; download it first"),
+        (("bundle", "ftp://example.org/cat.jpg"), "is a URL, which is not downloaded; download it first"),
         (("bundle", "empty"), "no images found; image files end in avif, bmp, gif, "),
         (("bundle", "-"), "there are no paths on stdin; pipe them in, one per line, or give"),
         (("bundle", "p", "-o", "there.csv"), "there.csv already exists; choose another name, or replace it with --ov"),

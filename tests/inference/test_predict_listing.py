@@ -97,7 +97,7 @@ def test_patterns() -> None:
 
 def test_manifests_keep_every_row() -> None:
     tiny_images(Path("m/images"), 2)
-    rows = ["images/00001.png", "images/gone.png", "images/00000.png", "images/00001.png", "http://x.org/1.jpg"]
+    rows = ["images/00001.png", "images/gone.png", "images/00000.png", "images/00001.png", "ftp://x.org/1.jpg"]
     Path("m/list.csv").write_text("label,path\n" + "".join(f"7,{row}\n" for row in rows) + "3, \n")
     items = list(list_items(["m/list.csv"]))
     assert names(items) == [*(f"m/{row}" for row in rows[:4]), rows[4], "m/list.csv, line 7"]
@@ -212,9 +212,9 @@ def test_skipped_files_in_tars_are_counted_and_named() -> None:
 
 def test_lists_from_stdin() -> None:
     touch("a.png", "folder/x.png")
-    content = b"a.png\r\n\nfolder\nhttps://x.org/1.png\na.png\ncaf\xe9.png"
+    content = b"a.png\r\n\nfolder\nftp://x.org/1.png\na.png\ncaf\xe9.png"
     items = list(list_items(["-"], stdin=stdin(content)))
-    assert [item.name for item in items] == [b"a.png", b"folder", b"https://x.org/1.png", b"a.png", b"caf\xe9.png"]
+    assert [item.name for item in items] == [b"a.png", b"folder", b"ftp://x.org/1.png", b"a.png", b"caf\xe9.png"]
     with pytest.raises(DataError, match=r"^a folder; pass it on the command line"):
         items[1].read()
     assert items[2].error == A_URL
@@ -234,8 +234,8 @@ def test_digits() -> None:
     ("place", "words"),
     [
         ("gone.png", r"gone\.png does not exist; give files, folders, patterns, manifests .* or - to read paths"),
-        ("https://example.org/a.png", r"https://example\.org/a\.png is a URL, which is not downloaded; download it"),
-        ("s3://bucket/a.png", "download it first"),
+        ("ftp://example.org/a.png", r"ftp://example\.org/a\.png is a URL, which is not downloaded; download it"),
+        ("sftp://host/a.png", "download it first"),
         ("all.tar.gz", r"all\.tar\.gz is compressed; unpack it"),
     ],
 )

@@ -29,7 +29,7 @@ from vitrail.data.decode import LazyImage, open_image
 from vitrail.data.preprocess import Preprocess, resized_size
 from vitrail.data.sources.source import Pixels, Source
 from vitrail.data.stream import WHOLE_BATCH, RankSlice, Stream, evaluation_slice
-from vitrail.errors import ConfigError, DataError, VitrailError
+from vitrail.errors import ConfigError, DataError, StorageError, VitrailError
 
 T = TypeVar("T")
 BadFiles = Literal["skip", "refuse"]
@@ -157,6 +157,8 @@ def load_readable(
         chosen = (index + attempt) % len(source)
         try:
             return chosen, load(chosen), bad
+        except StorageError:
+            raise  # the image may be fine: another one in its place would change the run
         except DataError as error:
             if bad_files == "refuse":
                 raise DataError(f"{source.name(chosen)}: {error}") from None
@@ -197,6 +199,8 @@ class Evaluation(Dataset[Any]):
         for index in indices:
             try:
                 pixels.numpy()[len(good)] = self._load(index)
+            except StorageError as error:
+                return Failure(StorageError, str(error))
             except DataError as error:
                 if self.bad_files == "refuse":
                     return Failure(DataError, f"{self.source.name(index)}: {error}")

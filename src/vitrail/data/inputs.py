@@ -12,7 +12,8 @@ from torch import Tensor
 from vitrail.data.decode import open_image
 from vitrail.data.image_files import PIXEL_LIMIT
 from vitrail.data.preprocess import Preprocess, resized_size
-from vitrail.data.sources.shards import read_at
+from vitrail.data.remote.filesystems import is_remote
+from vitrail.data.remote.stored_files import read_at, read_remote
 from vitrail.data.sources.source import Pixels, reason_of
 from vitrail.errors import DataError, InputError, VitrailError
 from vitrail.io import open_regular
@@ -46,9 +47,11 @@ class Item(NamedTuple):
             raise DataError(self.error)
         if self.content is not None:
             return self.content
+        if is_remote(self.file):
+            return read_remote(os.fsdecode(self.file), self.size, self.start)
         try:
             with open_regular(self.file) as file:
-                content = file.readall() if self.size is None else read_at(file.fileno(), self.size, self.start)
+                content = file.readall() if self.size is None else read_at(file, self.size, self.start)
         except IsADirectoryError:
             raise DataError("a folder; pass it on the command line to read the images in it") from None
         except (OSError, ValueError) as fault:

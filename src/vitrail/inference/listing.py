@@ -15,19 +15,20 @@ from io import BufferedReader
 from typing import cast
 
 from vitrail.data.inputs import A_URL, Item, is_url
+from vitrail.data.remote.filesystems import is_remote, path_in
+from vitrail.data.remote.stored_files import open_stored
 from vitrail.data.sources.columns import ManifestRow
+from vitrail.data.sources.detection import MANIFESTS, PACKED
 from vitrail.data.sources.given import saved_data
 from vitrail.data.sources.huggingface import is_saved
 from vitrail.data.sources.items import read_items
-from vitrail.data.sources.manifests import path_of, read_csv, read_in_words, read_jsonl
-from vitrail.data.sources.opening import MANIFESTS, PACKED
+from vitrail.data.sources.manifests import listed_path, path_of, read_csv, read_in_words, read_jsonl
 from vitrail.data.sources.parquet import read_parquet
 from vitrail.data.sources.shards import CLASSES_FILE, LABEL_SUFFIXES
 from vitrail.data.sources.source import SUFFIXES, digits, reason_of
 from vitrail.data.sources.tar import RANGE, expand_pattern, is_pattern, members
 from vitrail.errors import DataError
 from vitrail.inference.skipped import SkippedFiles
-from vitrail.io import open_regular
 from vitrail.text import printable_path
 
 STDIN = "-"
@@ -77,9 +78,12 @@ def is_plain_file(place: str) -> bool:
 def _check_place(place: str) -> None:
     if place == STDIN:
         return
-    if is_url(os.fsencode(place)):
+    if is_url(os.fsencode(place)) and not is_remote(place):
         raise DataError(f"{printable_path(place)} is {A_URL}")
-    if os.path.lexists(place):
+    if is_remote(place):
+        if path_in(place).lower().endswith(PACKED):
+            raise DataError(f"{printable_path(place)} is compressed; unpack it and give the result")
+    elif os.path.lexists(place):
         if place.lower().endswith(PACKED) and not os.path.isdir(place):
             raise DataError(f"{printable_path(place)} is compressed; unpack it and give the result")
     elif is_pattern(place):
@@ -101,19 +105,19 @@ def _items(place: str, stdin: BufferedReader | None, null: bool, skipped: Skippe
         yield from read_items(list(saved_data(place).splits.values()), f"{place}, ")
     elif os.path.isdir(place):
         yield from _folder(path, skipped)
-    elif os.path.lexists(place):
+    elif os.path.lexists(place) or (is_remote(place) and not is_pattern(place)):
         yield from _file(path, skipped)
     elif place == "digits":
         source = digits()
         yield from (Item(b"digits/%d" % number, content=source.read(number)) for number in range(len(source)))
     else:
-        paths = map(os.fsencode, expand_pattern(place)) if _is_range(place) else _matches(place, skipped)
+        paths = map(os.fsencode, expand_pattern(place)) if _is_listed(place) else _matches(place, skipped)
         yield from (item for match in paths for item in _file(match, skipped))
 
 
 def _file(path: bytes, skipped: SkippedFiles) -> Iterator[Item]:
     """Yield the images in a file, by its suffix; or the file itself."""
-    name = os.fsdecode(path).lower()
+    name = path_in(os.fsdecode(path)).lower()
     if name.endswith(".tar"):
         yield from _tar(path, skipped)
     elif name.endswith(MANIFESTS):
@@ -204,6 +208,10 @@ def _is_range(place: str) -> bool:
     return RANGE.search(place) is not None
 
 
+def _is_listed(place: str) -> bool:
+    return _is_range(place) or is_remote(place)
+
+
 def _matches(pattern: str, skipped: SkippedFiles | None = None) -> Iterator[bytes]:
     """Yield the images and tar shards that match a pattern, in order; `**` matches folders at any depth."""
     parts = os.fsencode(pattern).split(b"/")
@@ -259,8 +267,8 @@ def _match_names(folder: bytes, keep: Callable[["os.DirEntry[bytes]"], bool]) ->
 def _tar(path: bytes, skipped: SkippedFiles) -> Iterator[Item]:
     """Yield the files in a tar with an image suffix; label files are not counted as skipped."""
     try:
-        with open_regular(path) as file:
-            for member in members(os.fsdecode(path), file.fileno()):
+        with open_stored(path, sequential=True) as file:
+            for member in members(os.fsdecode(path), file):
                 base = os.path.basename(member.name)
                 if base.startswith(b".") or b"__MACOSX/" in member.name:
                     continue
@@ -280,16 +288,17 @@ def _tar(path: bytes, skipped: SkippedFiles) -> Iterator[Item]:
 def _manifest(path: bytes) -> Iterator[Item]:
     """Yield the images of a manifest's rows; paths are relative to its folder, and labels are ignored."""
     place = os.fsdecode(path)
-    unit = "row" if place.lower().endswith(".parquet") else "line"
+    unit = "row" if path_in(place).lower().endswith(".parquet") else "line"
     with read_in_words(place):
         for row in _rows(place):
             yield _row_item(row, path, unit)
 
 
 def _rows(place: str) -> Iterable[ManifestRow]:
-    if place.lower().endswith(".parquet"):
+    lower = path_in(place).lower()
+    if lower.endswith(".parquet"):
         return read_parquet(place)
-    return (read_jsonl if place.lower().endswith(".jsonl") else read_csv)(place, True)[1]
+    return (read_jsonl if lower.endswith(".jsonl") else read_csv)(place, True)[1]
 
 
 def _row_item(row: ManifestRow, manifest: bytes, unit: str) -> Item:
@@ -301,9 +310,9 @@ def _row_item(row: ManifestRow, manifest: bytes, unit: str) -> Item:
         path = path_of(row, f"the {unit}")
     except DataError as fault:
         return Item(name, error=str(fault))
-    if is_url(path):
+    if is_url(path) and not is_remote(path):
         return Item(path, error=A_URL)
-    file = os.path.join(os.path.dirname(manifest), path)
+    file = listed_path(os.fsdecode(manifest), path)
     return Item(file, file)
 
 
@@ -320,4 +329,8 @@ def _lines(stream: BufferedReader, null: bool) -> Iterator[bytes]:
 
 def _listed(paths: Iterable[bytes]) -> Iterator[Item]:
     """Yield an item per path, readable or not: a list has as many rows as paths."""
-    return (Item(path, path, error=A_URL if is_url(path) else None) for path in paths if path)
+    return (Item(path, path, error=_unsupported(path)) for path in paths if path)
+
+
+def _unsupported(path: bytes) -> str | None:
+    return A_URL if is_url(path) and not is_remote(path) else None

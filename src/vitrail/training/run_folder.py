@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from vitrail.checkpoints.bundle import Bundle
+from vitrail.data.remote.filesystems import is_remote, path_in
 from vitrail.data.sources.in_memory import InMemory, recorded_kind
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.io import (
@@ -63,7 +64,7 @@ class Origin(NamedTuple):
 def origin_of(data: str | Path | InMemory, pretrained: Bundle | None, teacher: Teacher | None = None) -> Origin:
     """Return the origin of a run."""
     taught_by = "" if teacher is None else teacher.digest
-    named = isinstance(data, InMemory) or str(data) == BUILT_IN
+    named = isinstance(data, InMemory) or str(data) == BUILT_IN or is_remote(str(data))
     place = str(data) if named else str(Path(str(data)).resolve())
     if pretrained is None:
         return Origin(place, "", taught_by)
@@ -79,7 +80,7 @@ def default_folder(origin: Origin, recipes: Sequence[Recipe]) -> Path:
     given = [origin.data, origin.pretrained, *([origin.teacher] if origin.teacher else [])]
     words = "\n".join([*sorted(recipe.identity().to_json() for recipe in recipes), *given])
     fingerprint = hashlib.blake2b(words.encode(), digest_size=3).hexdigest()
-    name = recorded_kind(origin.data) or Path(origin.data).name or "data"
+    name = recorded_kind(origin.data) or Path(path_in(origin.data)).name or "data"
     return Path("runs") / f"{name}-{fingerprint}"
 
 

@@ -45,7 +45,7 @@ def write(path: Path, files: list[tuple[str, bytes]], form: str = "pax") -> Path
 
 def listed(path: Path) -> list[tuple[bytes, int, int]]:
     with open(path, "rb") as file:
-        return [(m.name, m.start, m.size) for m in members(str(path), file.fileno())]
+        return [(m.name, m.start, m.size) for m in members(str(path), file)]
 
 
 def as_tarfile_lists(path: Path) -> list[tuple[bytes, int, int]]:

@@ -13,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from vitrail.data.remote.filesystems import is_remote
 from vitrail.io import atomic_write, open_regular
 
 Progress = Callable[[int], None]
@@ -78,7 +79,7 @@ def index_file(kind: str, places: Iterable[str]) -> Path:
     """Return the index file of these files or folders, which may not exist."""
     digest = hashlib.sha256(kind.encode())
     for place in places:
-        digest.update(b"\0" + os.fsencode(os.path.abspath(place)))
+        digest.update(b"\0" + os.fsencode(place if is_remote(place) else os.path.abspath(place)))
     return cache_folder() / "index" / f"{digest.hexdigest()[:32]}.npz"
 
 

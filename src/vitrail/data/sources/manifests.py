@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from vitrail.data.remote.filesystems import is_remote, path_in
+from vitrail.data.remote.stored_files import open_stored_text
 from vitrail.data.sources.columns import (
     IMAGE_COLUMNS,
     LABEL_COLUMNS,
@@ -24,7 +26,6 @@ from vitrail.data.sources.index_files import Names, NamesBuilder, Progress
 from vitrail.data.sources.labels import Faults, report_faults
 from vitrail.data.sources.source import Labels, read_file, reason_of, stamp_file
 from vitrail.errors import DataError
-from vitrail.io import open_text
 from vitrail.text import printable_path
 
 DELIMITERS = ",;\t"
@@ -35,7 +36,7 @@ MOST_FAULTS = 1000
 
 @dataclass(frozen=True, eq=False)
 class Manifest:
-    """Image files listed in a manifest, by paths relative to its folder."""
+    """Image files listed in a manifest: URLs, or paths relative to its folder."""
 
     place: str
     paths: Names
@@ -49,7 +50,7 @@ class Manifest:
         return len(self.labels)
 
     def _path(self, index: int) -> bytes:
-        return os.path.join(os.fsencode(os.path.dirname(self.place)), self.paths[index])
+        return listed_path(self.place, self.paths[index])
 
     def key(self, index: int) -> str:
         """Return the path of a file as written in the manifest."""
@@ -80,7 +81,7 @@ def open_manifest(
     With `faults`, unusable rows are skipped and named there.
     """
     place = os.fspath(place)
-    read = read_jsonl if place.lower().endswith(".jsonl") else read_csv
+    read = read_jsonl if path_in(place).lower().endswith(".jsonl") else read_csv
     with read_in_words(place):
         columns, rows = read(place, unlabelled)
     rows = _to_the_end(place, rows)
@@ -132,12 +133,12 @@ def manifest_of(
     paths = NamesBuilder()
     first: dict[bytes, tuple[int, int]] = {}
     wrong, missing = _Several(), _Several()
-    folder = os.fsencode(os.path.dirname(place))
     for count, row in enumerate(rows, start=1):
         try:
             path = path_of(row, f"{printable_path(place)}, {unit} {row.number}")
             code, split = labels.read(row)
-            file = os.path.normpath(os.path.join(folder, path))
+            file = listed_path(place, path)
+            file = file if is_remote(file) else os.path.normpath(file)
             before, its_code = first.setdefault(file, (row.number, code))
             if before != row.number:
                 _raise_duplicate(place, unit, path, (before, row.number), several=code != its_code)
@@ -203,7 +204,15 @@ def _raise_duplicate(place: str, unit: str, path: bytes, lines: tuple[int, int],
     raise DataError(f"{where}; list each image once")
 
 
+def listed_path(place: str, path: bytes) -> bytes:
+    """Return a path or URL that is listed in the manifest at `place`."""
+    return path if is_remote(path) else os.path.join(os.fsencode(os.path.dirname(path_in(place))), path)
+
+
 def _is_file(path: bytes) -> bool:
+    """Return whether a file exists; a request for every remote file would take too long."""
+    if is_remote(path):
+        return True
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
     except (OSError, ValueError):
@@ -219,7 +228,7 @@ def read_csv(place: str, unlabelled: bool) -> tuple[Columns, Iterator[ManifestRo
 
 def _header(place: str) -> tuple[str, list[str]]:
     """Return the delimiter that gives the header the most known columns, and the header."""
-    with open_text(place, newline="") as file:
+    with open_stored_text(place, newline="") as file:
         headers = {}
         for delimiter in DELIMITERS:
             file.seek(0)
@@ -236,7 +245,7 @@ def _header(place: str) -> tuple[str, list[str]]:
 def _csv_rows(place: str, delimiter: str, header: list[str], columns: Columns) -> Iterator[ManifestRow]:
     places = [None if column is None else header.index(column) for column in columns]
     name = {",": "commas", ";": "semicolons", "\t": "tabs"}[delimiter]
-    with open_text(place, newline="") as file:
+    with open_stored_text(place, newline="") as file:
         reader = csv.reader(file, delimiter=delimiter)
         lines = _csv_lines(place, reader)
         next(lines, None)
@@ -283,7 +292,7 @@ def _json_rows(place: str, columns: Columns) -> Iterator[ManifestRow]:
 
 def _json_lines(place: str) -> Iterator[tuple[int, dict[str, object] | str]]:
     """Yield the number of each line with its object, or with an error message."""
-    with open_text(place) as file:
+    with open_stored_text(place) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue

@@ -1,13 +1,13 @@
 """Detect the kind of a dataset, and open it."""
 
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from vitrail.data.sources.detection import are_tables, group_shards, kind_of, look_into, split_folders
 from vitrail.data.sources.folders import open_folder
 from vitrail.data.sources.given import Data, given_data, saved_data
 from vitrail.data.sources.huggingface import is_saved
@@ -17,9 +17,8 @@ from vitrail.data.sources.labels import Faults, report_faults
 from vitrail.data.sources.manifests import open_manifest
 from vitrail.data.sources.parquet import Table, Tables, open_parquet, open_tables
 from vitrail.data.sources.shards import open_shards
-from vitrail.data.sources.source import SUFFIXES, Keyed, Labels, Pixels, Source, digits, reason_of
+from vitrail.data.sources.source import Keyed, Labels, Pixels, Source, digits
 from vitrail.data.sources.splits import (
-    SPLITS,
     Splits,
     check_counts,
     check_subset,
@@ -31,13 +30,9 @@ from vitrail.data.sources.splits import (
     take_subset,
     too_few,
 )
-from vitrail.data.sources.tar import expand_pattern, is_pattern
+from vitrail.data.sources.tar import expand_pattern
 from vitrail.errors import DataError
 from vitrail.text import plural, printable_path
-
-MANIFESTS = (".csv", ".tsv", ".jsonl", ".parquet")
-PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tar.lz4", ".zip")
-_SHARD_OF_SPLIT = re.compile(r"(" + "|".join(SPLITS) + r")(?![a-z])", re.IGNORECASE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,12 +173,11 @@ def _has_splits(place: str) -> bool:
     """Whether data is in folders or files named after splits."""
     if is_saved(place):
         return len(saved_data(place).splits) > 1
-    if not os.path.isdir(place):
-        return not os.path.lexists(place) and place != "digits" and len(_group_shards(_existing_shards(place))) > 1
-    inside = _look_into(place)
-    return bool(_split_folders(place, inside.folders)) or (
-        bool(inside.shards) and len(_group_shards(inside.shards)) > 1
-    )
+    kind = kind_of(place)
+    if kind != "folder":
+        return kind == "pattern" and len(group_shards(expand_pattern(place))) > 1
+    inside = look_into(place)
+    return bool(split_folders(place, inside.folders)) or (bool(inside.shards) and len(group_shards(inside.shards)) > 1)
 
 
 def open_source(data: Data, *, on_progress: Progress | None = None) -> Source:
@@ -193,19 +187,20 @@ def open_source(data: Data, *, on_progress: Progress | None = None) -> Source:
         place = saved_data(place)
     if isinstance(place, InMemory):
         return _only_split(place)
-    if not os.path.lexists(place):
-        if place == "digits":
-            return digits()
-        return _one(place, _group_shards(_existing_shards(place)), on_progress)
-    if os.path.isdir(place):
-        inside = _look_into(place)
-        if folders := _split_folders(place, inside.folders):
+    kind = kind_of(place)
+    if kind == "digits":
+        return digits()
+    if kind == "pattern":
+        return _one(place, group_shards(expand_pattern(place)), on_progress)
+    if kind == "folder":
+        inside = look_into(place)
+        if folders := split_folders(place, inside.folders):
             splits = ", ".join(sorted(os.path.basename(folder) for folder in folders.values()))
             raise DataError(f"{printable_path(place)} has the splits {splits}; give the folder of one of them")
         if inside.shards:
-            return _one(place, _group_shards(inside.shards), on_progress)
+            return _one(place, group_shards(inside.shards), on_progress)
         return open_folder(place, unlabelled=True, on_progress=on_progress)
-    if _kind_of_file(place) == "shard":
+    if kind == "shard":
         return open_shards([place], unlabelled=True, on_progress=on_progress)
     return _open_table(place, True, None, on_progress)
 
@@ -223,7 +218,7 @@ def _one(place: str, shards: dict[str, list[str]], on_progress: Progress | None)
             f"{printable_path(place)} has shards of the splits {', '.join(shards)}; select one split with a pattern"
         )
     paths = next(iter(shards.values()))
-    if _are_tables(paths):
+    if are_tables(paths):
         return open_tables(paths, unlabelled=True, on_progress=on_progress)
     return open_shards(paths, unlabelled=True, on_progress=on_progress)
 
@@ -232,18 +227,19 @@ def _open_splits(place: str, faults: Faults | None, on_progress: Progress | None
     """Open the splits that the data defines; data without splits is all "train"."""
     if is_saved(place):
         return _saved_splits(place)
-    if not os.path.lexists(place):
-        if place == "digits":
-            return {"train": digits()}
-        return _open_shards_of_splits(place, _existing_shards(place), faults, on_progress)
-    if os.path.isdir(place):
-        inside = _look_into(place)
-        if splits := _split_folders(place, inside.folders):
+    kind = kind_of(place)
+    if kind == "digits":
+        return {"train": digits()}
+    if kind == "pattern":
+        return _open_shards_of_splits(place, expand_pattern(place), faults, on_progress)
+    if kind == "folder":
+        inside = look_into(place)
+        if splits := split_folders(place, inside.folders):
             return {name: _open_split(folder, faults, on_progress) for name, folder in splits.items()}
         if inside.shards:
             return _open_shards_of_splits(place, inside.shards, faults, on_progress)
         return {"train": open_folder(place, faults=faults, on_progress=on_progress)}
-    if _kind_of_file(place) == "shard":
+    if kind == "shard":
         return {"train": open_shards([place], on_progress=on_progress)}
     return _splits_in(place, _open_table(place, False, faults, on_progress))
 
@@ -266,14 +262,14 @@ def _splits_in(place: str, table: Table | Tables) -> dict[str, Source]:
 
 
 def _open_table(place: str, unlabelled: bool, faults: Faults | None, on_progress: Progress | None) -> Table:
-    opener = open_parquet if _are_tables([place]) else open_manifest
+    opener = open_parquet if are_tables([place]) else open_manifest
     return opener(place, unlabelled=unlabelled, faults=faults, on_progress=on_progress)
 
 
 def _open_split(place: str, faults: Faults | None, on_progress: Progress | None) -> Source:
     """Open the folder of one split."""
-    inside = _look_into(place)
-    if _are_tables(inside.shards):
+    inside = look_into(place)
+    if are_tables(inside.shards):
         return open_tables(inside.shards, faults=faults, on_progress=on_progress)
     if inside.shards:
         return open_shards(inside.shards, on_progress=on_progress)
@@ -283,107 +279,13 @@ def _open_split(place: str, faults: Faults | None, on_progress: Progress | None)
 def _open_shards_of_splits(
     place: str, shards: list[str], faults: Faults | None, on_progress: Progress | None
 ) -> dict[str, Source]:
-    groups = _group_shards(shards)
-    if not _are_tables(shards):
+    groups = group_shards(shards)
+    if not are_tables(shards):
         return {name: open_shards(group, on_progress=on_progress) for name, group in groups.items()}
     tables = {name: open_tables(group, faults=faults, on_progress=on_progress) for name, group in groups.items()}
     if len(tables) == 1:
         return _splits_in(place, tables["train"])
     return dict(tables)
-
-
-def _are_tables(paths: Sequence[str]) -> bool:
-    return bool(paths) and paths[0].lower().endswith(".parquet")
-
-
-class _Inside(NamedTuple):
-    """The contents of a folder."""
-
-    folders: list[str]
-    shards: list[str]
-    """Tar shards or Parquet files, sorted; empty if there are sub-folders."""
-
-
-def _look_into(place: str) -> _Inside:
-    """Return the sorted paths of the sub-folders and shards in a folder."""
-    try:
-        with os.scandir(place) as entries:
-            seen = [entry for entry in entries if not entry.name.startswith(".") and entry.name != "__MACOSX"]
-            folders = sorted(entry.path for entry in seen if entry.is_dir())
-    except OSError as fault:
-        raise DataError(f"{printable_path(place)} cannot be read: {reason_of(fault)}") from None
-    tars, tables = (sorted(one.path for one in seen if one.name.lower().endswith(end)) for end in (".tar", ".parquet"))
-    if folders:
-        return _Inside(folders, [])
-    if tars and tables:
-        raise DataError(
-            f"{printable_path(place)} has both tar shards and Parquet files; select one kind with a pattern"
-        )
-    return _Inside([], tars or tables)
-
-
-def _split_folders(place: str, folders: list[str]) -> dict[str, str]:
-    """Return the folders of the splits, if there are any: train with another split, or train alone."""
-    splits: dict[str, str] = {}
-    for folder in folders:
-        split = SPLITS.get(os.path.basename(folder).lower())
-        if split is not None and split in splits:
-            both = f"{printable_path(os.path.basename(splits[split]))}/ and {printable_path(os.path.basename(folder))}/"
-            raise DataError(f"{printable_path(place)} has {both}, which are the same split; keep one")
-        if split is not None:
-            splits[split] = folder
-    if "train" not in splits or (len(splits) == 1 and len(folders) > 1):
-        return {}
-    ignored = [folder for folder in folders if folder not in splits.values() and _holds_images(folder)]
-    others = [printable_path(os.path.basename(folder)) for folder in ignored]
-    if others:
-        raise DataError(
-            f"{printable_path(place)} has the splits {', '.join(splits)}, but also images in {', '.join(others)}, "
-            "which would "
-            f"be ignored; move them away, or into one of the splits"
-        )
-    return splits
-
-
-def _holds_images(folder: str) -> bool:
-    """Return whether a folder contains an image, at any depth."""
-    return any(name.rpartition(".")[2].lower() in SUFFIXES for _, _, names in os.walk(folder) for name in names)
-
-
-def _group_shards(tars: list[str]) -> dict[str, list[str]]:
-    """Group shards by the split their names start with ("val-0001.tar"), if all do and some are for training."""
-    groups: dict[str, list[str]] = {}
-    for tar in tars:
-        match = _SHARD_OF_SPLIT.match(os.path.basename(tar))
-        groups.setdefault(SPLITS[match[1].lower()] if match else "", []).append(tar)
-    return groups if "train" in groups and "" not in groups else {"train": tars}
-
-
-def _existing_shards(place: str) -> list[str]:
-    """Return the shards that match a pattern."""
-    if not is_pattern(place):
-        raise DataError(
-            f"{printable_path(place)} does not exist; give a folder, a manifest, tar shards, or the word digits"
-        )
-    return expand_pattern(place)
-
-
-def _kind_of_file(place: str) -> str:
-    lower = place.lower()
-    if not os.path.exists(place):
-        raise DataError(f"{printable_path(place)} is a dangling link; correct the link")
-    if lower.endswith(PACKED):
-        raise DataError(
-            f"{printable_path(place)} is compressed, which prevents random access; unpack it and use the result"
-        )
-    if lower.endswith(".tar"):
-        return "shard"
-    if lower.endswith(MANIFESTS):
-        return "manifest"
-    raise DataError(
-        f"{printable_path(place)} is neither a folder nor a file of a known type; give a folder, "
-        f"a manifest ({', '.join(MANIFESTS)}) or tar shards"
-    )
 
 
 def strange_classes(source: Source, train: Source, place: str) -> list[str]:

@@ -6,20 +6,21 @@ import json
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vitrail.data.remote.filesystems import Status
+from vitrail.data.remote.stored_files import RemoteFile, StoredFile, open_stored
 from vitrail.data.sources.columns import IMAGE_COLUMNS, Columns, LabelCollector, ManifestRow, choose_columns
 from vitrail.data.sources.index_files import Progress
 from vitrail.data.sources.labels import Faults, order_classes, report_faults
 from vitrail.data.sources.manifests import PROGRESS_EVERY, Manifest, manifest_of
 from vitrail.data.sources.source import Labels, reason_of, stamp_file
 from vitrail.errors import DataError
-from vitrail.io import open_regular
 from vitrail.text import printable_path
 
 GROUPS_HELD = 4
@@ -47,6 +48,8 @@ class ParquetImages:
     labels: Labels
     split_of: NDArray[np.int8] | None
     """The split of every image: 0 train, 1 validation, 2 test; None if the file has no split column."""
+    version: Status | None = None
+    """The version of a remote file when it was opened; None for a local file."""
     _held: OrderedDict[int, Any] = field(default_factory=OrderedDict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -79,7 +82,7 @@ class ParquetImages:
         if values is None:
             arrow = import_pyarrow(self.place)
             try:
-                with open_regular(self.place) as raw, arrow.parquet.ParquetFile(raw) as file:
+                with self._open() as raw, arrow.parquet.ParquetFile(raw) as file:
                     table = file.read_row_group(group, columns=[self.column], use_threads=False)
             except _read_errors(arrow) as fault:
                 raise DataError(f"{self.name(index)} cannot be read: {_one_line(fault)}") from None
@@ -91,13 +94,16 @@ class ParquetImages:
             self._held.popitem(last=False)
         return values
 
+    def _open(self) -> StoredFile:
+        return open_stored(self.place) if self.version is None else RemoteFile(self.place, self.version)
+
     def release(self) -> None:
         """Release the cached row groups."""
         self._held.clear()
 
     def stamp(self, index: int) -> tuple[int, int]:
         """Return the size of the Parquet file and the time of its last change."""
-        return stamp_file(self.place, self.name(index))
+        return self.version or stamp_file(self.place, self.name(index))
 
 
 def import_pyarrow(place: str) -> Any:
@@ -126,8 +132,11 @@ def open_parquet(
     place = os.fspath(place)
     arrow = import_pyarrow(place)
     try:
-        with open_regular(place) as raw, arrow.parquet.ParquetFile(raw) as file:
-            return _open(place, arrow, file, unlabelled, faults, on_progress)
+        with open_stored(place) as raw, arrow.parquet.ParquetFile(raw) as file:
+            opened = _open(place, arrow, file, unlabelled, faults, on_progress)
+            if isinstance(opened, ParquetImages) and isinstance(raw, RemoteFile):
+                return replace(opened, version=raw.status)
+            return opened
     except _read_errors(arrow) as fault:
         raise DataError(f"{printable_path(place)} cannot be read as Parquet: {_one_line(fault)}") from None
 
@@ -167,7 +176,7 @@ def read_parquet(place: str) -> Iterator[ManifestRow]:
     """Iterate over a file lazily; `ManifestRow.image` is an image's bytes, its path, or both in a dict."""
     arrow = import_pyarrow(place)
     try:
-        with open_regular(place) as raw, arrow.parquet.ParquetFile(raw) as file:
+        with open_stored(place) as raw, arrow.parquet.ParquetFile(raw) as file:
             columns = Columns(_columns(place, arrow, file, True).image, None, None, None)
             at_once = 65_536 if _bytes_column(arrow, file, columns.image) is None else 16
             yield from _rows(file, columns, at_once)

@@ -3,14 +3,18 @@
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vitrail.data.remote.block_cache import block_cache
+from vitrail.data.remote.filesystems import MissingFileError, Status, is_remote, path_in
+from vitrail.data.remote.stored_files import RemoteFile, StoredFile, open_stored, read_at, read_remote
 from vitrail.data.sources.index_files import (
     Names,
     NamesBuilder,
@@ -24,11 +28,14 @@ from vitrail.data.sources.index_files import (
 from vitrail.data.sources.labels import check_classes, label_text, order_classes
 from vitrail.data.sources.source import SUFFIXES, Labels, SkippedFile, reason_of, stamp_file
 from vitrail.data.sources.tar import Member, members
-from vitrail.errors import DataError
-from vitrail.io import ContentError, open_regular, read_text
+from vitrail.errors import DataError, StorageError
+from vitrail.io import ContentError, read_text
 from vitrail.text import printable_path
 
+T = TypeVar("T")
 CLASSES_FILE = "classes.txt"
+REQUESTS = 8
+"""Number of remote shards that are indexed at a time."""
 LABEL_SUFFIXES = (b"cls", b"json", b"txt")
 """Suffixes of label files; the first one that a key has is used."""
 _IMAGES = frozenset(suffix.encode() for suffix in SUFFIXES)
@@ -44,7 +51,7 @@ class ShardIndex:
     """The offsets and labels of the images in shards."""
 
     stamps: NDArray[np.int64]
-    """Size and change time of every shard."""
+    """Size and change time of every shard; of a remote one, size and version."""
     shard_of: NDArray[np.int32]
     starts: NDArray[np.int64]
     sizes: NDArray[np.int64]
@@ -97,27 +104,37 @@ class Shards:
         """Return the content of an image's file."""
         size = int(self.index.sizes[index])
         try:
-            with open_regular(self._path(index)) as file:
-                content = read_at(file.fileno(), size, int(self.index.starts[index]))
+            with self._open(int(self.index.shard_of[index])) as file:
+                content = read_at(file, size, int(self.index.starts[index]))
         except OSError as fault:
             raise DataError(f"{self.name(index)} cannot be read: {reason_of(fault)}") from None
         if len(content) < size:
             raise DataError(f"{self.name(index)} cannot be read: the shard was truncated after it was indexed")
         return content
 
+    def _open(self, shard: int) -> StoredFile:
+        path = self.paths[shard]
+        if not is_remote(path):
+            return open_stored(path)
+        return RemoteFile(path, Status(*map(int, self.index.stamps[shard])), cached=self._fit_the_cache)
+
+    @cached_property
+    def _fit_the_cache(self) -> bool:
+        """Whether all shards fit the cache of remote files.
+
+        If not, blocks would be removed before they are read again: single images are downloaded instead.
+        """
+        return int(self.index.stamps[:, 0].sum()) <= block_cache().limit
+
     def stamp(self, index: int) -> tuple[int, int]:
         """Return offset and size of an image in one integer, and the change time of the shard."""
         start, size = int(self.index.starts[index]), int(self.index.sizes[index])
-        changed = stamp_file(self._path(index), self.name(index))[1]
+        path = self._path(index)
+        remote = is_remote(path)  # read from the version that was indexed, or not at all
+        changed = (
+            int(self.index.stamps[self.index.shard_of[index], 1]) if remote else stamp_file(path, self.name(index))[1]
+        )
         return ((start // 512) << 31 | size & (2**31 - 1)) & (2**63 - 1), changed
-
-
-def read_at(file: int, size: int, start: int) -> bytes:
-    """Read `size` bytes at an offset; a single pread may return less."""
-    content = os.pread(file, size, start)
-    while len(content) < size and (more := os.pread(file, size - len(content), start + len(content))):
-        content += more
-    return content
 
 
 def open_shards(paths: Sequence[str], *, unlabelled: bool = False, on_progress: Progress | None = None) -> Shards:
@@ -150,11 +167,18 @@ def open_shards(paths: Sequence[str], *, unlabelled: bool = False, on_progress: 
 
 
 def _read_classes(shard: str) -> list[str] | None:
-    path = os.path.join(os.path.dirname(shard), CLASSES_FILE)
+    path = os.path.join(os.path.dirname(path_in(shard)), CLASSES_FILE)
     try:
-        return [line.strip() for line in read_text(path).removeprefix("\ufeff").rstrip().splitlines()]
-    except FileNotFoundError:
+        text = read_remote(path).decode("utf-8") if is_remote(path) else read_text(path)
+        return [line.strip() for line in text.removeprefix("\ufeff").rstrip().splitlines()]
+    except (FileNotFoundError, MissingFileError):
         return None
+    except StorageError as fault:
+        if "denied" in str(fault):  # what S3 says of a missing file to those who may not list the bucket
+            return None
+        raise
+    except UnicodeDecodeError:
+        raise DataError(f"{printable_path(path)} is not UTF-8; save it as UTF-8") from None
     except ContentError as fault:
         raise DataError(f"{printable_path(path)} {fault}; save it as UTF-8") from None
     except OSError as fault:
@@ -163,7 +187,8 @@ def _read_classes(shard: str) -> list[str] | None:
 
 def index_shards(paths: Sequence[str], *, on_progress: Progress | None = None) -> ShardIndex:
     """Index the images in shards, or load the index from disk if no shard has changed."""
-    stamps = np.array([stamp_file(path, printable_path(path)) for path in paths], np.int64)
+    remote = is_remote(paths[0])
+    stamps = np.array(list(_mapped(lambda path: stamp_file(path, printable_path(path)), paths)), np.int64)
     place = index_file("shards", paths)
     arrays = load_index(place, _INDEX)
     if arrays is not None and np.array_equal(arrays["stamps"], stamps):
@@ -176,7 +201,7 @@ def index_shards(paths: Sequence[str], *, on_progress: Progress | None = None) -
         return ShardIndex(stamps, *places, names, arrays["codes"], labels, others, arrays["other_places"])
     began = now_ns()
     index = _index(paths, stamps, on_progress)
-    if settled(stamps[:, 1], began):
+    if remote or settled(stamps[:, 1], began):
         labels_json = np.frombuffer(json.dumps(index.label_names).encode(), np.uint8)
         names, others = index.names, index.others
         values = (
@@ -187,15 +212,27 @@ def index_shards(paths: Sequence[str], *, on_progress: Progress | None = None) -
     return index
 
 
-def _index(paths: Iterable[str], stamps: NDArray[np.int64], on_progress: Progress | None) -> ShardIndex:
+def _mapped(function: Callable[[str], T], paths: Sequence[str]) -> Iterator[T]:
+    """Apply a function to every shard, in order; to remote ones in parallel."""
+    if not is_remote(paths[0]):
+        yield from map(function, paths)
+        return
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        try:
+            yield from pool.map(function, paths)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _index(paths: Sequence[str], stamps: NDArray[np.int64], on_progress: Progress | None) -> ShardIndex:
     names, others = NamesBuilder(), NamesBuilder()
     other_places: list[NDArray[np.int64]] = []
     places: list[NDArray[np.int64]] = []
     code_of: dict[str, int] = {}
     counts: list[int] = []
-    for shard, path in enumerate(paths):
+    for shard, contents in enumerate(_mapped(_contents, paths)):
         images, codes = [], []
-        contents = _contents(path)
         others.extend([member.name for member in contents.others])
         other_numbers = [(shard, member.start, member.size) for member in contents.others]
         other_places.append(np.array(other_numbers, np.int64).reshape(-1, 3).T)
@@ -237,20 +274,16 @@ class _Contents(NamedTuple):
 
 def _contents(path: str) -> _Contents:
     try:
-        with open_regular(path) as file:
-            groups, others = _groups(path, file.fileno())
-            images = [
-                (group.image, _label(path, file.fileno(), group))
-                for group in groups.values()
-                if group.image is not None
-            ]
+        with open_stored(path, sequential=True) as file:
+            groups, others = _groups(path, file)
+            images = [(group.image, _label(path, file, group)) for group in groups.values() if group.image is not None]
             alone = [member for group in groups.values() if group.image is None for member in group.labels.values()]
             return _Contents(images, sorted([*others, *alone], key=lambda member: member.start))
     except OSError as fault:
         raise DataError(f"{printable_path(path)} cannot be read: {reason_of(fault)}") from None
 
 
-def _groups(path: str, file: int) -> tuple[dict[bytes, _Group], list[Member]]:
+def _groups(path: str, file: StoredFile) -> tuple[dict[bytes, _Group], list[Member]]:
     """Return the files by key, and those that are neither images nor labels."""
     groups: dict[bytes, _Group] = {}
     others: list[tuple[bytes, Member]] = []
@@ -286,7 +319,7 @@ def _inside(path: str, member: Member) -> str:
     return printable_path(os.path.join(os.fsencode(path), member.name))
 
 
-def _label(path: str, file: int, group: _Group) -> str | None:
+def _label(path: str, file: StoredFile, group: _Group) -> str | None:
     """Return the text of a label, or None if the key has none."""
     for suffix in LABEL_SUFFIXES:
         member = group.labels.get(suffix)

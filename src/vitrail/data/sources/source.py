@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from vitrail.data.remote.filesystems import is_remote, status
+from vitrail.data.remote.stored_files import read_remote
 from vitrail.errors import DataError, InputError
 from vitrail.io import open_regular
 
@@ -175,6 +177,8 @@ def reason_of(fault: OSError | ValueError) -> str:
 
 def read_file(path: str | bytes, name: str) -> bytes:
     """Return the bytes of a file; `name` is for messages."""
+    if is_remote(path):
+        return read_remote(os.fsdecode(path))
     try:
         with open_regular(path) as file:
             return file.readall()
@@ -186,12 +190,15 @@ def stamp_file(path: str | bytes, name: str) -> tuple[int, int]:
     """Return the size and change time of a file; `name` is for messages.
 
     The change time is ctime: unlike mtime it cannot be set back, and a file that replaces another gets a new one.
+    Of a remote file it is a hash of its version.
     """
+    if is_remote(path):
+        return status(os.fsdecode(path))
     try:
-        status = os.stat(path)
+        found = os.stat(path)
     except (OSError, ValueError) as fault:
         raise DataError(f"{name} cannot be read: {reason_of(fault)}") from None
-    return status.st_size, status.st_ctime_ns
+    return found.st_size, found.st_ctime_ns
 
 
 def digits() -> Arrays:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
+from vitrail.data.remote.filesystems import is_remote, matches
+from vitrail.data.remote.stored_files import StoredFile, read_at, size_of
 from vitrail.errors import DataError
 from vitrail.text import printable_path
 
@@ -18,7 +20,12 @@ RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 def is_pattern(place: str) -> bool:
     """Return whether a path is a pattern."""
-    return glob.has_magic(place) or RANGE.search(place) is not None
+    return _has_wildcard(place) or RANGE.search(place) is not None
+
+
+def _has_wildcard(place: str) -> bool:
+    """Return whether a path has a wildcard. In a URL, "?" is none: it starts the query; a folder's URL ends in "/"."""
+    return place.endswith("/") or "*" in place or "[" in place if is_remote(place) else glob.has_magic(place)
 
 
 def expand_pattern(pattern: str) -> list[str]:
@@ -28,15 +35,15 @@ def expand_pattern(pattern: str) -> list[str]:
     paths: list[str] = []
     for numbers in product(*ranges):
         filled = "".join(text + number for text, number in zip(pieces[::3], [*numbers, ""], strict=True))
-        matches = sorted(glob.glob(filled)) if glob.has_magic(filled) else [filled] if os.path.exists(filled) else []
-        if not matches:
+        found = _matches(filled)
+        if not found:
             what = (
                 f"{printable_path(filled)}, which is part of {printable_path(pattern)},"
                 if ranges
                 else f"a file that matches {printable_path(pattern)}"
             )
             raise DataError(f"{what} does not exist; correct the pattern")
-        paths += matches
+        paths += found
     kind = ".parquet" if paths[0].lower().endswith(".parquet") else ".tar"
     wrong = next((path for path in paths if not path.lower().endswith(kind)), None)
     if wrong is not None:
@@ -45,6 +52,15 @@ def expand_pattern(pattern: str) -> list[str]:
             f"{printable_path(pattern)} also matches {printable_path(wrong)}; a pattern should match {kinds}"
         )
     return paths
+
+
+def _matches(filled: str) -> list[str]:
+    if not is_remote(filled):
+        return sorted(glob.glob(filled)) if glob.has_magic(filled) else [filled] if os.path.exists(filled) else []
+    if not _has_wildcard(filled):
+        return [filled]  # whether it exists is asked once, with its size
+    found = matches(filled)
+    return [url for url in found if url.lower().endswith((".tar", ".parquet"))] if filled.endswith("/") else found
 
 
 def _numbers(first: str, last: str) -> list[str]:
@@ -86,19 +102,19 @@ class Member(NamedTuple):
 class _Reader:
     """Reads small pieces of a file through a window."""
 
-    def __init__(self, file: int) -> None:
-        self.file, self.size = file, os.fstat(file).st_size
+    def __init__(self, file: StoredFile) -> None:
+        self.file, self.size = file, size_of(file)
         self._window, self._start = b"", 0
 
     def read(self, start: int, size: int) -> bytes:
         at = start - self._start
         if at < 0 or at + size > len(self._window):
-            self._window, self._start = os.pread(self.file, max(size, WINDOW), start), start
+            self._window, self._start = read_at(self.file, max(size, WINDOW), start), start
             at = 0
         return self._window[at : at + size]
 
 
-def members(path: str, file: int) -> Iterator[Member]:
+def members(path: str, file: StoredFile) -> Iterator[Member]:
     """Iterate over the files of an uncompressed tar, without folders. `path` is for messages."""
     reader = _Reader(file)
     _check_kind(path, reader)
@@ -217,7 +233,7 @@ def _pax(content: bytes) -> Iterator[tuple[bytes, bytes]]:
 def _check_end(path: str, reader: _Reader, place: int) -> None:
     """Raise unless only zeros follow the end: of two concatenated tars, the second would be lost."""
     while place < reader.size:
-        piece = os.pread(reader.file, 1 << 20, place)
+        piece = read_at(reader.file, 1 << 20, place)
         rest = piece.lstrip(b"\0")
         if rest:
             at = place + len(piece) - len(rest)
