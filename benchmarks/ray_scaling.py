@@ -1,0 +1,142 @@
+"""Bulk prediction on Ray with 1, 2, … workers of one core each, compared with one process.
+
+    python benchmarks/ray_scaling.py photos/ --workers 1 2 --repeats 3
+
+All contenders alternate in one run, with the same random weights and the same photos, which a manifest lists as often
+as needed. A rate counts the images between the first and the last chunk, so it excludes starting Ray and loading the
+model; that time is printed on its own. Reading and decoding alone, on one core, and the bytes of a photo are measured
+too: a calculation for many GPUs needs them (docs/guides/bulk.md). It compares the classes, too.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import torch
+
+import vitrail
+from vitrail.data.inputs import fitted
+from vitrail.inference.listing import list_items
+from vitrail.inference.ray_cluster import connected
+
+Rate = tuple[float, float]
+"""Images/s after the first chunk, and the seconds until then."""
+
+
+class Clock:
+    """Receives the progress of a job."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.seen: list[tuple[int, float]] = []
+
+    def __call__(self, _stage: str, done: int, _total: int | None) -> None:
+        """Note the time."""
+        self.seen.append((done, time.perf_counter()))
+
+    def rate(self) -> Rate:
+        """Return the rate."""
+        (first, start), (last, end) = self.seen[0], self.seen[-1]
+        return (last - first) / (end - start), start - self.started
+
+
+def in_one_process(bundle: vitrail.Bundle, listed: Path, output: Path, chunk: int, threads: int) -> Rate:
+    torch.set_num_threads(threads)
+    clock = Clock()
+    vitrail.predict(
+        bundle, listed, output=output.with_suffix(".parquet"), batch=chunk, device="cpu", overwrite=True,
+        workers=0 if threads == 1 else None, on_progress=clock,
+    )  # fmt: skip
+    return clock.rate()
+
+
+def on_ray(bundle: vitrail.Bundle, listed: Path, output: Path, chunk: int, workers: int) -> Rate:
+    import ray
+
+    clock = Clock()
+    ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    with connected("local"):  # uses the cluster that was just started
+        options = vitrail.RayOptions(workers=workers, chunk=chunk)
+        vitrail.predict(
+            bundle, listed, output=output, batch=chunk, device="cpu", overwrite=True, ray=options, on_progress=clock
+        )
+    ray.shutdown()
+    return clock.rate()
+
+
+def decoding(listed: Path, preprocess: vitrail.Preprocess, images: int) -> tuple[float, float]:
+    """Return images/s of reading, decoding and resizing on one core, and the mean bytes of a file."""
+    items = list(itertools.islice(list_items([str(listed)]), images))
+    start = time.perf_counter()
+    for item in items:
+        fitted(item, preprocess)
+    seconds = time.perf_counter() - start
+    return len(items) / seconds, statistics.mean(os.stat(item.file).st_size for item in items)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("photos", help="a folder of photos")
+    parser.add_argument("--model", default="Ti/16")
+    parser.add_argument("--images", type=int, default=512, help="number of images per turn")
+    parser.add_argument("--chunk", type=int, default=16, help="images per chunk, and per batch")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="file for the numbers")
+    options = parser.parse_args()
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    torch.manual_seed(0)
+    bundle = vitrail.Bundle(vitrail.create(options.model), vitrail.Preprocess(size=(224, 224)))
+    photos = [os.path.abspath(os.fsdecode(item.name)) for item in list_items([options.photos])]
+    with tempfile.TemporaryDirectory() as temporary:
+        listed, folder = Path(temporary) / "photos.csv", Path(temporary)
+        rows = itertools.islice(itertools.cycle(photos), options.images)
+        listed.write_text("\n".join(["path", *rows]) + "\n")
+        contenders: dict[str, Callable[[], Rate]] = {}
+        for count in options.workers:
+            contenders[f"one process, {count} threads"] = lambda count=count: in_one_process(  # type: ignore[misc]
+                bundle, listed, folder / f"process-{count}", options.chunk, count
+            )
+            contenders[f"Ray, {count} workers of one core"] = lambda count=count: on_ray(  # type: ignore[misc]
+                bundle, listed, folder / f"ray-{count}", options.chunk, count
+            )
+        turns: dict[str, list[Rate]] = {name: [] for name in contenders}
+        for turn in range(options.repeats):
+            for name, run in list(contenders.items())[:: 1 if turn % 2 else -1]:
+                turns[name].append(run())
+                print(f"turn {turn + 1}: {name}: {turns[name][-1][0]:.1f} images/s", flush=True)
+        tables = [pq.read_table(folder / f"ray-{count}") for count in options.workers]
+        alone = pq.read_table(folder / f"process-{options.workers[0]}.parquet")
+        equal = all(table["classes"].equals(alone["classes"]) for table in tables)
+        torch.set_num_threads(1)
+        decode, size = decoding(listed, bundle.preprocess, options.images)
+    report(turns, options.model, equal, decode, size, options.json)
+
+
+def report(
+    turns: dict[str, list[Rate]], model: str, equal: bool, decode: float, size: float, target: Path | None
+) -> None:
+    first = next(iter(turns))
+    print(f"\n| {model} | images/s, median | ratio to {first} | seconds to the first chunk |\n|---|---|---|---|")
+    numbers = {}
+    for name, rates in turns.items():
+        ratio = statistics.median(own[0] / base[0] for own, base in zip(rates, turns[first], strict=True))
+        rate, begin = (statistics.median(values) for values in zip(*rates, strict=True))
+        numbers[name] = {"images_per_second": rate, "ratio": ratio, "seconds_to_first_chunk": begin}
+        print(f"| {name} | {rate:.1f} | {ratio:.2f} | {begin:.1f} |")
+    print(
+        f"\nclasses equal: {equal}; decoding alone, one core: {decode:.0f} images/s; a photo has {size / 1000:.0f} kB"
+    )
+    if target is not None:
+        target.write_text(json.dumps({"model": model, "rows": numbers, "decode": decode, "bytes": size}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
