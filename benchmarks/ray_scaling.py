@@ -4,8 +4,9 @@
 
 All contenders alternate in one run, with the same random weights and the same photos, which a manifest lists as often
 as needed. A rate counts the images between the first and the last chunk, so it excludes starting Ray and loading the
-model; that time is printed on its own. Reading and decoding alone, on one core, and the bytes of a photo are measured
-too: a calculation for many GPUs needs them (docs/guides/bulk.md). It compares the classes, too.
+model; that time is printed on its own. On a busy machine, look at the CPU time per image, which other programs change
+less: if it does not grow with the workers, free cores give a proportional speedup. Reading and decoding alone, on one
+core, and the bytes of a photo are measured too: a calculation for many GPUs needs them (docs/guides/bulk.md).
 """
 
 import argparse
@@ -26,30 +27,46 @@ from vitrail.data.inputs import fitted
 from vitrail.inference.listing import list_items
 from vitrail.inference.ray_cluster import connected
 
-Rate = tuple[float, float]
-"""Images/s after the first chunk, and the seconds until then."""
+Rate = tuple[float, float, float]
+"""Images/s after the first chunk, the CPU milliseconds per image of the workers, and the seconds to the first chunk."""
 
 
 class Clock:
     """Receives the progress of a job."""
 
-    def __init__(self) -> None:
-        self.started = time.perf_counter()
-        self.seen: list[tuple[int, float]] = []
+    def __init__(self, cpu_seconds: Callable[[], float]) -> None:
+        self.cpu_seconds, self.started = cpu_seconds, time.perf_counter()
+        self.seen: list[tuple[int, float, float]] = []
 
     def __call__(self, _stage: str, done: int, _total: int | None) -> None:
         """Note the time."""
-        self.seen.append((done, time.perf_counter()))
+        self.seen.append((done, time.perf_counter(), self.cpu_seconds()))
 
     def rate(self) -> Rate:
         """Return the rate."""
-        (first, start), (last, end) = self.seen[0], self.seen[-1]
-        return (last - first) / (end - start), start - self.started
+        (first, start, used), (last, end, used_in_all) = self.seen[0], self.seen[-1]
+        images = last - first
+        return images / (end - start), 1000 * (used_in_all - used) / images, start - self.started
+
+
+def workers_cpu_seconds() -> float:
+    """Return the CPU time of the Ray workers that run in this folder."""
+    here, ticks = Path.cwd(), []
+    for process in Path("/proc").iterdir():
+        try:
+            if (process / "cmdline").read_bytes().startswith(b"ray::MapWorker") and (
+                process / "cwd"
+            ).readlink() == here:
+                user, system = (process / "stat").read_text().rpartition(")")[2].split()[11:13]
+                ticks.append(int(user) + int(system))
+        except OSError:  # it has ended, or is not ours
+            continue
+    return sum(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def in_one_process(bundle: vitrail.Bundle, listed: Path, output: Path, chunk: int, threads: int) -> Rate:
     torch.set_num_threads(threads)
-    clock = Clock()
+    clock = Clock(time.process_time)
     vitrail.predict(
         bundle, listed, output=output.with_suffix(".parquet"), batch=chunk, device="cpu", overwrite=True,
         workers=0 if threads == 1 else None, on_progress=clock,
@@ -60,7 +77,7 @@ def in_one_process(bundle: vitrail.Bundle, listed: Path, output: Path, chunk: in
 def on_ray(bundle: vitrail.Bundle, listed: Path, output: Path, chunk: int, workers: int) -> Rate:
     import ray
 
-    clock = Clock()
+    clock = Clock(workers_cpu_seconds)
     ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     with connected("local"):  # uses the cluster that was just started
         options = vitrail.RayOptions(workers=workers, chunk=chunk)
@@ -111,7 +128,9 @@ def main() -> None:
         for turn in range(options.repeats):
             for name, run in list(contenders.items())[:: 1 if turn % 2 else -1]:
                 turns[name].append(run())
-                print(f"turn {turn + 1}: {name}: {turns[name][-1][0]:.1f} images/s", flush=True)
+                load = os.getloadavg()[0]
+                rate, cpu, _ = turns[name][-1]
+                print(f"turn {turn + 1}: {name}: {rate:.1f} images/s, {cpu:.1f} CPU ms, load {load:.1f}", flush=True)
         tables = [pq.read_table(folder / f"ray-{count}") for count in options.workers]
         alone = pq.read_table(folder / f"process-{options.workers[0]}.parquet")
         equal = all(table["classes"].equals(alone["classes"]) for table in tables)
@@ -124,13 +143,14 @@ def report(
     turns: dict[str, list[Rate]], model: str, equal: bool, decode: float, size: float, target: Path | None
 ) -> None:
     first = next(iter(turns))
-    print(f"\n| {model} | images/s, median | ratio to {first} | seconds to the first chunk |\n|---|---|---|---|")
+    print(f"\n| {model} | images/s | ratio to {first} | CPU ms/image | seconds to the first chunk |")
+    print("|---|---|---|---|---|")
     numbers = {}
     for name, rates in turns.items():
         ratio = statistics.median(own[0] / base[0] for own, base in zip(rates, turns[first], strict=True))
-        rate, begin = (statistics.median(values) for values in zip(*rates, strict=True))
-        numbers[name] = {"images_per_second": rate, "ratio": ratio, "seconds_to_first_chunk": begin}
-        print(f"| {name} | {rate:.1f} | {ratio:.2f} | {begin:.1f} |")
+        rate, cpu, begin = (statistics.median(values) for values in zip(*rates, strict=True))
+        numbers[name] = {"images_per_second": rate, "ratio": ratio, "cpu_ms": cpu, "seconds_to_first_chunk": begin}
+        print(f"| {name} | {rate:.1f} | {ratio:.2f} | {cpu:.1f} | {begin:.1f} |")
     print(
         f"\nclasses equal: {equal}; decoding alone, one core: {decode:.0f} images/s; a photo has {size / 1000:.0f} kB"
     )

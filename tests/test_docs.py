@@ -66,7 +66,18 @@ def namespace(page: Path) -> Iterator[dict[str, object]]:
 # ── code ──
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=name_of)
+SLOW_PAGES = {DOCS / "guides" / "bulk.md"}
+"""Pages that start a Ray cluster."""
+
+
+def pages_with_code() -> Iterator[Any]:
+    for page in filter(python_blocks, PAGES):
+        # Ray's own warnings are not errors.
+        slow = [pytest.mark.slow, pytest.mark.filterwarnings("default")] if page in SLOW_PAGES else []
+        yield pytest.param(page, id=name_of(page), marks=slow)
+
+
+@pytest.mark.parametrize("page", pages_with_code())
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with namespace(page) as names, contextlib.redirect_stdout(io.StringIO()):

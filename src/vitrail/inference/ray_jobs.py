@@ -25,7 +25,7 @@ from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.batches import BadImage
 from vitrail.data.sources.source import Source
 from vitrail.errors import ConfigError, DataError, VitrailError
-from vitrail.inference.bulk_prediction import Summary
+from vitrail.inference.bulk_prediction import Summary, check_readable
 from vitrail.inference.chunk_folder import CHUNK, ChunkFolder, ChunkJob, ChunkRecord
 from vitrail.inference.chunk_listing import write_listing
 from vitrail.inference.chunk_work import ChunkWork, EmbedWork, OpenWork, PredictWork, WorkerPlace
@@ -37,6 +37,7 @@ from vitrail.inference.jobs import digest_model
 from vitrail.inference.listing import list_items, nothing_listed, read_stdin
 from vitrail.inference.ray_cluster import Placement, RayOptions, connected, nodes_of, place_workers
 from vitrail.inference.skipped import SkippedFiles
+from vitrail.inference.writing import Sink
 from vitrail.runtime import OnPlan, Precision
 from vitrail.tasks.lookup import task_of
 
@@ -95,11 +96,12 @@ def predict_on_ray(
             job = _job("predict", bundle, listing, images, chunk, columns, settings)
             work = PredictWork(job, folder.path.absolute(), folder.listing.absolute(), bundle, top, batch, engine, used)
             records, earlier, seconds = _run(pool, folder, job, work, workers, on_progress, on_plan)
-    done, bad = (sum(getattr(record, what) for record in records) for what in ("rows", "bad"))
-    if bad == done:
-        name, error = next(record.unread[0] for record in records if record.unread)
-        raise DataError(f"none of the {done:,} images can be read; the first, {name}: {error}")
-    return Summary(done, bad, earlier, seconds, used, skipped)
+    counted = Sink()
+    counted.done, counted.bad = sum(record.rows for record in records), sum(record.bad for record in records)
+    first_bad = next((record.unread[0] for record in records if record.unread), None)
+    counted.first_bad = None if first_bad is None else (first_bad[0].encode(), first_bad[1])
+    check_readable(counted)
+    return Summary(counted.done, counted.bad, earlier, seconds, used, skipped)
 
 
 def embed_on_ray(
