@@ -89,12 +89,12 @@ def on_ray(bundle: vitrail.Bundle, listed: Path, output: Path, chunk: int, worke
 
 
 def decoding(listed: Path, preprocess: vitrail.Preprocess, images: int) -> tuple[float, float]:
-    """Return images/s of reading, decoding and resizing on one core, and the mean bytes of a file."""
+    """Return the images that a CPU second reads, decodes and resizes, and the mean bytes of a file."""
     items = list(itertools.islice(list_items([str(listed)]), images))
-    start = time.perf_counter()
+    start = time.process_time()
     for item in items:
         fitted(item, preprocess)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     return len(items) / seconds, statistics.mean(os.stat(item.file).st_size for item in items)
 
 
@@ -151,9 +151,7 @@ def report(
         rate, cpu, begin = (statistics.median(values) for values in zip(*rates, strict=True))
         numbers[name] = {"images_per_second": rate, "ratio": ratio, "cpu_ms": cpu, "seconds_to_first_chunk": begin}
         print(f"| {name} | {rate:.1f} | {ratio:.2f} | {cpu:.1f} | {begin:.1f} |")
-    print(
-        f"\nclasses equal: {equal}; decoding alone, one core: {decode:.0f} images/s; a photo has {size / 1000:.0f} kB"
-    )
+    print(f"\nclasses equal: {equal}; decoding: {decode:.0f} images per CPU second; a photo has {size / 1000:.0f} kB")
     if target is not None:
         target.write_text(json.dumps({"model": model, "rows": numbers, "decode": decode, "bytes": size}, indent=1))
 

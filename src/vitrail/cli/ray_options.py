@@ -7,7 +7,7 @@ import typer
 import vitrail
 
 if TYPE_CHECKING:
-    from vitrail import RayOptions
+    from vitrail.inference.ray_cluster import RayOptions
 
 Ray = Annotated[
     str | None,
