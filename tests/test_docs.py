@@ -77,7 +77,7 @@ def pages_with_code() -> Iterator[Any]:
         yield pytest.param(page, id=name_of(page), marks=slow)
 
 
-@pytest.mark.parametrize("page", pages_with_code())
+@pytest.mark.parametrize("page", list(pages_with_code()))
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with namespace(page) as names, contextlib.redirect_stdout(io.StringIO()):
