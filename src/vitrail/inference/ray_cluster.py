@@ -96,10 +96,15 @@ def _check_reachable(address: str) -> None:
         return  # Ray's client has a timeout of its own
     command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
     try:
-        healthy = subprocess.run(command, capture_output=True, timeout=SECONDS, check=False).returncode == 0
+        checked = subprocess.run(command, capture_output=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        healthy = False
-    if not healthy:
+        raise _unreachable(address, f"it did not respond like a Ray cluster within {SECONDS} s") from None
+    if b"AuthenticationError" in checked.stderr:  # by default, Ray from 2.60 on protects what `ray start` starts
+        raise ConfigError(
+            f"the Ray cluster at {address} requires its authentication token; set RAY_AUTH_MODE=token and "
+            "RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, as Ray's documentation says"
+        )
+    if checked.returncode:
         raise _unreachable(address, "what responds there is not a Ray cluster of this version")
 
 
