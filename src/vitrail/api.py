@@ -33,6 +33,7 @@ from vitrail.inference.features import Features
 from vitrail.inference.listing import EMPTY_STDIN, STDIN, list_items, read_stdin
 from vitrail.inference.predict import predict
 from vitrail.inference.probe import ProbeResult, probe
+from vitrail.inference.ray_cluster import RayOptions
 from vitrail.inference.skipped import SkippedFiles
 from vitrail.models.create import Description, ModelInfo, create, describe, list_models
 from vitrail.reports.report import report, report_of_finished
@@ -72,6 +73,7 @@ __all__ = [
     "ModelInfo",
     "Prediction",
     "ProbeResult",
+    "RayOptions",
     "Run",
     "ServeSettings",
     "Summary",

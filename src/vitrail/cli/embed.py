@@ -8,6 +8,7 @@ import typer
 import vitrail
 from vitrail.cli.output import echo, progress
 from vitrail.cli.overrides import Keys, Overrides, read_overrides
+from vitrail.cli.ray_options import Chunk, Ray, RayWorkers, ray_options
 
 LISTED = 10
 """Unreadable images listed."""
@@ -25,7 +26,7 @@ def embed(
         typer.Argument(help="The images: a folder, a manifest (.csv, .tsv, .jsonl, .parquet), tar shards, or digits."),
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="File to write: .parquet, .npy or .safetensors.")
+        Path, typer.Option("--output", "-o", help="File to write: .parquet, .npy or .safetensors; with --ray a folder.")
     ] = Path("features.parquet"),
     tokens: Annotated[
         str, typer.Option(help="Tokens to write: pooled (the input of the head), class, patches or registers.")
@@ -48,7 +49,11 @@ def embed(
     precision: Annotated[str, typer.Option(help="Precision: float32, bf16 or fp16.")] = "float32",
     override: Overrides = None,
     keys: Keys = None,
+    resume: Annotated[bool, typer.Option("--resume", help="With --ray: resume an interrupted command.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
+    ray: Ray = None,
+    ray_workers: RayWorkers = None,
+    chunk: Chunk = None,
 ) -> None:
     """Write the features of images to a file: pooled vectors or tokens of any layer, one row per image."""
     with progress() as bar:
@@ -68,7 +73,9 @@ def embed(
             precision=precision,
             overrides=read_overrides(override),
             keys=keys,
+            resume=resume,
             overwrite=overwrite,
+            ray=ray_options(ray, ray_workers, chunk),
             on_progress=bar,
             on_plan=bar.say,
         )

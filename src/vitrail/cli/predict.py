@@ -9,6 +9,7 @@ import typer
 import vitrail
 from vitrail.cli.output import echo, progress
 from vitrail.cli.overrides import Keys, Overrides, read_overrides
+from vitrail.cli.ray_options import Chunk, Ray, RayWorkers, ray_options
 
 if TYPE_CHECKING:
     from vitrail.inference.bulk_prediction import Summary
@@ -29,7 +30,9 @@ def predict(
         ),
     ],
     top: Annotated[int, typer.Option(min=1, help="Number of classes per image.")] = 5,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write; by default stdout.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write, or with --ray a folder; by default stdout.")
+    ] = None,
     format: Annotated[
         str | None,
         typer.Option(
@@ -60,6 +63,9 @@ def predict(
         typer.Option("--resume", help="Resume an interrupted command; if there is none, start from the beginning."),
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
+    ray: Ray = None,
+    ray_workers: RayWorkers = None,
+    chunk: Chunk = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no summary on stderr.")] = False,
 ) -> None:
     """Classify images: print or write the most probable classes of each image, in input order."""
@@ -83,6 +89,7 @@ def predict(
                 null=null,
                 resume=resume,
                 overwrite=overwrite,
+                ray=ray_options(ray, ray_workers, chunk),
                 on_progress=None if hidden else bar,
                 on_plan=None if quiet else bar.say,
             )

@@ -33,7 +33,7 @@ class Item(NamedTuple):
     """Its name in an output row: a file path, a path in a tar, or a row of a manifest."""
     file: bytes = b""
     start: int = 0
-    """Its offset in the file."""
+    """Its offset in the file; of content that a table holds, its row, from 0."""
     size: int | None = None
     """Its length in the file; None: the file is the image."""
     content: bytes | Pixels | Image.Image | None = None

@@ -207,7 +207,7 @@ def predict_files(
     items = chain([first], items)
     if output is not None and resume and is_finished(output):
         finished = count_finished(output, chosen, items)
-        _check_readable(finished)
+        check_readable(finished)
         return Summary(finished.done, finished.bad, finished.done, 0.0, precision, skipped)
     opened = ready_bundle(bundle)
     task = task_of(opened)
@@ -239,7 +239,7 @@ def predict_files(
             if on_progress is not None:
                 on_progress(sink.done, total)
         sink.finish()
-    _check_readable(sink)
+    check_readable(sink)
     return Summary(sink.done, sink.bad, earlier, time.monotonic() - started, why or computed, skipped)
 
 
@@ -261,7 +261,7 @@ def _check_output(output: Path | None, format: Format, places: Sequence[str], re
         raise ConfigError("--resume and --overwrite need a file; give one with --output")
 
 
-def _check_readable(sink: Sink) -> None:
+def check_readable(sink: Sink) -> None:
     """Raise if every image was unreadable: then something else is wrong."""
     if sink.first_bad is None or sink.bad < sink.done:
         return

@@ -15,7 +15,7 @@ from vitrail.data.batches import BadImage
 from vitrail.data.sources.given import Data
 from vitrail.data.sources.selection import choose_images, recorded_split
 from vitrail.data.sources.source import Source
-from vitrail.errors import CheckpointError
+from vitrail.errors import CheckpointError, ConfigError
 from vitrail.inference.feature_files import (
     DType,
     FeatureRows,
@@ -37,6 +37,7 @@ from vitrail.inference.features import (
     gather,
     nothing_to_read,
 )
+from vitrail.inference.ray_cluster import RayOptions
 from vitrail.runtime import OnPlan, OnProgress, Precision, on_stage
 
 
@@ -70,7 +71,9 @@ def embed(
     precision: Precision = "float32",
     overrides: Mapping[str, Any] | None = None,
     keys: str | Path | None = None,
+    resume: bool = False,
     overwrite: bool = False,
+    ray: str | RayOptions | None = None,
     on_progress: OnProgress | None = None,
     on_plan: OnPlan | None = None,
 ) -> Features: ...
@@ -94,7 +97,9 @@ def embed(
     precision: Precision = "float32",
     overrides: Mapping[str, Any] | None = None,
     keys: str | Path | None = None,
+    resume: bool = False,
     overwrite: bool = False,
+    ray: str | RayOptions | None = None,
     on_progress: OnProgress | None = None,
     on_plan: OnPlan | None = None,
 ) -> EmbedResult: ...
@@ -117,7 +122,9 @@ def embed(
     precision: Precision = "float32",
     overrides: Mapping[str, Any] | None = None,
     keys: str | Path | None = None,
+    resume: bool = False,
     overwrite: bool = False,
+    ray: str | RayOptions | None = None,
     on_progress: OnProgress | None = None,
     on_plan: OnPlan | None = None,
 ) -> EmbedResult | Features:
@@ -130,11 +137,17 @@ def embed(
     With `layer` (0-based, negative from the end) the model is treated as if it ended there: its final norm follows,
     unless `raw` is set. `normalise` scales every vector to length 1. `dtype` is that of the file; arrays are float32.
     `overrides` and `keys` are those of `load`.
+
+    With `ray`, workers of a Ray cluster compute, and `output` is a folder of Parquet files, which `resume` completes.
+    It is "local", "auto", an address, or `RayOptions`.
     """
-    target = None if output is None else check_output(output, overwrite=overwrite)
+    if resume and ray is None:
+        raise ConfigError("without Ray, the file appears only when it is complete, so there is nothing to resume")
+    target = None if output is None or ray is not None else check_output(output, overwrite=overwrite)
     check_dtype(dtype)
     how = ComputeOptions(device, precision, batch, workers, on_stage(on_progress, "embedding"), on_plan)
-    how.check()  # before anything is read
+    if ray is None:  # the workers check their own device
+        how.check()  # before anything is read
     bundle, request = (
         ready_bundle(bundle, overrides=overrides, keys=keys),
         FeatureRequest(tokens, layer, normalise, raw),
@@ -142,6 +155,13 @@ def embed(
     request.check(bundle.model.config)
     record = recorded_split(bundle.origin)
     chosen = choose_images(data, split, record=record, on_progress=on_stage(on_progress, "listing"))
+    if ray is not None:
+        from vitrail.inference.ray_jobs import embed_on_ray  # which imports this module
+
+        return embed_on_ray(
+            bundle, chosen.source, output, ray, request, dtype=dtype, batch=batch, workers=workers, device=device,
+            precision=precision, resume=resume, overwrite=overwrite, on_progress=how.on_progress, on_plan=on_plan,
+        )  # fmt: skip
     if target is None:
         bundle.announce()
         return gather(bundle, chosen.source, request, how)
@@ -200,12 +220,12 @@ def embed_source(
             len(source),
             shape,
             dtype,
-            _facts(request, config.depth, source),
+            facts_of(request, config.depth, source),
         )
         try:
             for some in batches:
                 bad += some.bad
-                rows = _rows(some, source, dtype)
+                rows = feature_rows(some, source, dtype)
                 if rows.indices:
                     file.add(rows)
                 written += len(rows.indices)
@@ -218,14 +238,15 @@ def embed_source(
     return EmbedResult(output, names, (written, *shape), tuple(bad))
 
 
-def _rows(some: FeatureBatch, source: Source, dtype: DType) -> FeatureRows:
+def feature_rows(some: FeatureBatch, source: Source, dtype: DType) -> FeatureRows:
+    """Return the rows of a batch as they are written."""
     indices, labels = some.indices.tolist(), some.labels.tolist()
     names = [source.name(index) for index in indices]
     classes = [None if label < 0 else source.classes[label] for label in labels]
     return FeatureRows(as_written(some.features, dtype, names), indices, names, classes)
 
 
-def _facts(request: FeatureRequest, depth: int, source: Source) -> str:
+def facts_of(request: FeatureRequest, depth: int, source: Source) -> str:
     """Describe the features in JSON, for file formats with metadata."""
     # A ResNet has no layers.
     layer = (depth - 1 if request.layer is None else request.layer) % depth if depth else None

@@ -15,7 +15,7 @@ from vitrail.acceleration.cuda.inference.encoder import EncoderPrecision
 from vitrail.acceleration.cuda.inference.model import FastModel
 from vitrail.acceleration.planner import ExecutionPlan, plan_of
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.data.batches import BadImage, Evaluation, evaluation_batches
+from vitrail.data.batches import BadImage, Batch, Evaluation, evaluation_batches
 from vitrail.data.sources.source import Source
 from vitrail.errors import ConfigError, DataError, suggest
 from vitrail.evaluation import check_finite
@@ -153,30 +153,47 @@ class FeatureBatch(NamedTuple):
     """Images that could not be read."""
 
 
+class FeatureModel:
+    """A model ready to compute features of any number of sources; the bundle's model is moved to the device."""
+
+    def __init__(self, bundle: Bundle, request: FeatureRequest, how: ComputeOptions = DEFAULT_COMPUTE) -> None:
+        request.check(bundle.model.config)
+        self.device = how.check()
+        self.request, self.how, self.preprocess = request, how, bundle.preprocess
+        self.plan = plan_of(bundle.model.to(self.device), how.precision, "features")
+        self.model = request.ready(bundle.model, self.plan)
+
+    def batches(self, source: Source) -> Iterator[FeatureBatch]:
+        """Yield the features of every image once, in order."""
+        how, done = self.how, 0
+        data = Evaluation(source, self.preprocess, how.batch, bad_files="skip")
+        with eval_mode(self.model):
+            for images in evaluation_batches(data, workers=how.workers, pin=self.device.type == "cuda"):
+                features = self._compute(images, source)
+                yield FeatureBatch(features, images.labels.numpy(), images.indices.numpy(), images.bad)
+                done += len(images.labels) + len(images.bad)
+                if how.on_progress is not None:
+                    how.on_progress(done, len(source))
+
+    def _compute(self, images: Batch, source: Source) -> NDArray[np.float32]:
+        if not len(images.labels):
+            return np.zeros((0, *self.request.shape(self.model.config)), np.float32)
+        # Only here, so that the caller's code between two batches runs in its own mode.
+        with torch.inference_mode(), autocast(self.device, self.how.precision):
+            computed = self.request.take(self.model, self.preprocess.normalise(images.to(self.device).pixels))
+            check_finite(computed.flatten(1), images.indices, source.name, self.how.precision)
+            features: NDArray[np.float32] = computed.cpu().numpy()
+            return features
+
+
 def feature_batches(
     bundle: Bundle, source: Source, request: FeatureRequest, how: ComputeOptions = DEFAULT_COMPUTE
 ) -> Iterator[FeatureBatch]:
     """Yield the features of every image once, in order; the bundle's model is moved to the device."""
-    request.check(bundle.model.config)
-    place = how.check()
-    plan, done = plan_of(bundle.model.to(place), how.precision, "features"), 0
+    ready = FeatureModel(bundle, request, how)
     if how.on_plan is not None:
-        how.on_plan(str(plan))
-    model = request.ready(bundle.model, plan)
-    data = Evaluation(source, bundle.preprocess, how.batch, bad_files="skip")
-    with eval_mode(model):
-        for images in evaluation_batches(data, workers=how.workers, pin=place.type == "cuda"):
-            features = np.zeros((0, *request.shape(model.config)), np.float32)
-            if len(images.labels):
-                # Only here, so that the caller's code between two batches runs in its own mode.
-                with torch.inference_mode(), autocast(place, how.precision):
-                    computed = request.take(model, bundle.preprocess.normalise(images.to(place).pixels))
-                    check_finite(computed.flatten(1), images.indices, source.name, how.precision)
-                    features = computed.cpu().numpy()
-            yield FeatureBatch(features, images.labels.numpy(), images.indices.numpy(), images.bad)
-            done += len(images.labels) + len(images.bad)
-            if how.on_progress is not None:
-                how.on_progress(done, len(source))
+        how.on_plan(str(ready.plan))
+    yield from ready.batches(source)
 
 
 class Features(NamedTuple):

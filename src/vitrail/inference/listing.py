@@ -32,6 +32,8 @@ from vitrail.inference.skipped import SkippedFiles
 from vitrail.text import printable_path
 
 STDIN = "-"
+DIGITS = b"digits"
+"""The location of the digits that ship with the package."""
 EMPTY_STDIN = "there are no paths on stdin; pipe them in, one per line, or give files or folders instead of -"
 AT_ONCE = 65_536
 """Number of a folder's names held in memory at a time."""
@@ -109,7 +111,8 @@ def _items(place: str, stdin: BufferedReader | None, null: bool, skipped: Skippe
         yield from _file(path, skipped)
     elif place == "digits":
         source = digits()
-        yield from (Item(b"digits/%d" % number, content=source.read(number)) for number in range(len(source)))
+        for number in range(len(source)):
+            yield Item(b"digits/%d" % number, DIGITS, number, content=source.read(number))
     else:
         paths = map(os.fsencode, expand_pattern(place)) if _is_listed(place) else _matches(place, skipped)
         yield from (item for match in paths for item in _file(match, skipped))
@@ -305,7 +308,7 @@ def _row_item(row: ManifestRow, manifest: bytes, unit: str) -> Item:
     held = row.image.get("bytes") if isinstance(row.image, dict) else row.image
     name = manifest + f", {unit} {row.number}".encode()
     if isinstance(held, bytes):
-        return Item(name, content=held)
+        return Item(name, manifest, row.number - 1, content=held)
     try:
         path = path_of(row, f"the {unit}")
     except DataError as fault:

@@ -16,6 +16,7 @@ from vitrail.data.sources.items import items_of
 from vitrail.errors import ConfigError, DataError, VitrailError
 from vitrail.inference.bulk_prediction import SAMPLE, Summary, predict_files, resolve_precision
 from vitrail.inference.classifier import BATCH, Predictor, check_counts, check_precision
+from vitrail.inference.ray_cluster import RayOptions
 from vitrail.inference.writing import PredictionRow, Sink
 from vitrail.runtime import OnPlan, OnProgress, choose_device, on_stage
 from vitrail.tasks.lookup import task_of
@@ -44,6 +45,7 @@ def predict(
     null: bool = False,
     resume: bool = False,
     overwrite: bool = False,
+    ray: str | RayOptions | None = None,
     on_progress: OnProgress | None = None,
     on_plan: OnPlan | None = None,
 ) -> list[Prediction]: ...
@@ -67,6 +69,7 @@ def predict(
     null: bool = False,
     resume: bool = False,
     overwrite: bool = False,
+    ray: str | RayOptions | None = None,
     on_progress: OnProgress | None = None,
     on_plan: OnPlan | None = None,
 ) -> Summary: ...
@@ -89,6 +92,7 @@ def predict(
     null: bool = False,
     resume: bool = False,
     overwrite: bool = False,
+    ray: str | RayOptions | None = None,
     on_progress: OnProgress | None = None,
     on_plan: OnPlan | None = None,
 ) -> list[Prediction] | Summary:
@@ -103,11 +107,16 @@ def predict(
 
     With `output`, the rows of paths are written to a file as they come (.jsonl, .csv, .parquet or .txt, or `format`),
     and a summary is returned; "-" is stdout. `resume` continues an interrupted job, `overwrite` replaces a file.
+
+    With `ray`, workers of a Ray cluster predict, and `output` is a folder of Parquet files. It is "local", "auto", an
+    address, or `RayOptions`.
     """
     check_counts(top, batch)
     if output is None and format is not None:
         raise ConfigError("a format needs an output; name a file, or '-' for stdout")
     paths, others = _sorted_by_kind(_listed(images))
+    if ray is not None and (others is not None or output is None):
+        raise ConfigError("Ray writes the predictions of images with paths to a folder; name it as output")
     if others is not None and output is not None:
         raise ConfigError("only images with paths are written to a file; save these first, or omit output")
     opened = ready_bundle(model, overrides=overrides, keys=keys)
@@ -115,6 +124,14 @@ def predict(
         return []
     if others is not None:
         return _in_memory(opened, others, top, batch, device, engine, precision, on_progress, on_plan)
+    if ray is not None:
+        from vitrail.inference.ray_jobs import predict_on_ray  # only here: it imports much that others do not need
+
+        return predict_on_ray(
+            opened, paths, None if str(output) == STDOUT else output, ray, format=format, top=top, batch=batch,
+            workers=workers, device=device, engine=engine, precision=precision, null=null, resume=resume,
+            overwrite=overwrite, on_progress=on_stage(on_progress, "predicting"), on_plan=on_plan,
+        )  # fmt: skip
     rows = _Rows()
     done = predict_files(
         opened,

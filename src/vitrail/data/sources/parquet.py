@@ -184,6 +184,21 @@ def read_parquet(place: str) -> Iterator[ManifestRow]:
         raise DataError(f"{printable_path(place)} cannot be read as Parquet: {_one_line(fault)}") from None
 
 
+def images_of(place: str) -> ParquetImages:
+    """Open a file for its image bytes by row, without reading labels."""
+    arrow = import_pyarrow(place)
+    try:
+        with open_regular(place) as raw, arrow.parquet.ParquetFile(raw) as file:
+            column = _bytes_column(arrow, file, _columns(place, arrow, file, True).image)
+            groups = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+    except _read_errors(arrow) as fault:
+        raise DataError(f"{printable_path(place)} cannot be read as Parquet: {_one_line(fault)}") from None
+    if column is None:
+        raise DataError(f"{printable_path(place)} has no image bytes any more; rerun with --overwrite")
+    ends = np.cumsum(groups, dtype=np.int64)
+    return ParquetImages(place, column, ends, (), np.full(sum(groups), -1, np.int64), None)
+
+
 def _columns(place: str, arrow: Any, file: Any, unlabelled: bool) -> Columns:
     # Bytes before paths: if a file has both, the paths are the origin of the bytes.
     names = file.schema_arrow.names
