@@ -188,7 +188,7 @@ def images_of(place: str) -> ParquetImages:
     """Open a file for its image bytes by row, without reading labels."""
     arrow = import_pyarrow(place)
     try:
-        with open_regular(place) as raw, arrow.parquet.ParquetFile(raw) as file:
+        with open_stored(place) as raw, arrow.parquet.ParquetFile(raw) as file:
             column = _bytes_column(arrow, file, _columns(place, arrow, file, True).image)
             groups = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
     except _read_errors(arrow) as fault:
