@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -181,13 +182,14 @@ def process_group(device: torch.device) -> Iterator[Processes]:
     try:
         # Each group has its own key prefix, so that a second group in the same process does not read the first one's.
         store = PrefixStore(f"vitrail-{next(_group_count)}", _rendezvous_store())
+        backend = _backend(device, store, processes)
         torch.distributed.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            backend,
             store=store,
             rank=processes.rank,
             world_size=processes.size,
             timeout=TIMEOUT,
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if backend == "nccl" else None,
         )
     except (ValueError, RuntimeError) as error:
         raise ConfigError(
@@ -213,6 +215,15 @@ def _watch_launcher(launcher: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE)
     os._exit(128 + signal.SIGTERM)  # it is stuck waiting for other ranks or for the disk
+
+
+def _backend(device: torch.device, store: Store, processes: Processes) -> str:
+    """Return "nccl" for GPUs, unless two ranks share one, which NCCL refuses; else "gloo"."""
+    if device.type != "cuda":
+        return "gloo"
+    store.set(f"device-{processes.rank}", f"{socket.gethostname()} {device}")
+    devices = [store.get(f"device-{rank}") for rank in range(processes.size)]
+    return "nccl" if len(set(devices)) == len(devices) else "gloo"
 
 
 def shared_store(name: str) -> Store:

@@ -7,6 +7,9 @@ import re
 _UNSAFE = "\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\u061c\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff"
 _IN_TEXT, _IN_LINE = re.compile(f"[{_UNSAFE}]"), re.compile(f"[\n\t{_UNSAFE}]")
 
+_QUERY = re.compile(r"^(https?://[^?]*)\?.+", re.IGNORECASE | re.DOTALL)
+"""A URL with a query, which may be a signature that nobody else should see."""
+
 
 def printable(text: str, *, line: bool = False) -> str:
     r"""Escape control characters: terminal escape sequences and bidirectional overrides.
@@ -24,8 +27,10 @@ def printable_path(path: bytes | str) -> str:
 
     >>> printable_path(b"caf\\xe9/new\\nline.jpg")
     'caf�/new\\\\nline.jpg'
+    >>> printable_path("https://host/cats.tar?signature=secret")
+    'https://host/cats.tar?…'
     """
-    text = os.fsencode(path).decode("utf-8", "replace")
+    text = _QUERY.sub(r"\1?…", os.fsencode(path).decode("utf-8", "replace"))
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

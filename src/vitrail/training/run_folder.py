@@ -64,8 +64,10 @@ class Origin(NamedTuple):
 def origin_of(data: str | Path | InMemory, pretrained: Bundle | None, teacher: Teacher | None = None) -> Origin:
     """Return the origin of a run."""
     taught_by = "" if teacher is None else teacher.digest
-    named = isinstance(data, InMemory) or str(data) == BUILT_IN or is_remote(str(data))
-    place = str(data) if named else str(Path(str(data)).resolve())
+    if is_remote(str(data)):
+        place = path_in(str(data))  # the signature of a URL changes, and is secret
+    else:
+        place = str(data) if isinstance(data, InMemory) or str(data) == BUILT_IN else str(Path(str(data)).resolve())
     if pretrained is None:
         return Origin(place, "", taught_by)
     digest = hashlib.blake2b(pretrained.model.config.resolved().to_json().encode(), digest_size=16)
@@ -80,7 +82,7 @@ def default_folder(origin: Origin, recipes: Sequence[Recipe]) -> Path:
     given = [origin.data, origin.pretrained, *([origin.teacher] if origin.teacher else [])]
     words = "\n".join([*sorted(recipe.identity().to_json() for recipe in recipes), *given])
     fingerprint = hashlib.blake2b(words.encode(), digest_size=3).hexdigest()
-    name = recorded_kind(origin.data) or Path(path_in(origin.data)).name or "data"
+    name = recorded_kind(origin.data) or Path(origin.data).name or "data"
     return Path("runs") / f"{name}-{fingerprint}"
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from vitrail._version import __version__
 from vitrail.acceleration.planner import Purpose
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.cache import CacheSize, cached
@@ -178,7 +179,12 @@ def _request(
 
 
 def _check_ranks_agree(ranks: Ranks, request: _Request) -> None:
-    """Raise if the ranks have resolved different plans; they would deadlock."""
+    """Raise if the ranks have other versions, or have resolved different plans; they would deadlock."""
+    versions = sorted(set(ranks.all_gather(f"Vitrail {__version__} with torch {torch.__version__}")))
+    if len(versions) > 1:
+        error = ConfigError(f"the ranks have different versions: {', '.join(versions)}; install the same everywhere")
+        error.everywhere = True
+        raise error
     words, images = json.dumps(request.splits.record, sort_keys=True), len(request.splits.train)
     plans = ranks.all_gather((request.plan.recipe.fingerprint(), images, words))
     if len(set(plans)) > 1:
