@@ -180,8 +180,7 @@ def process_group(device: torch.device) -> Iterator[Processes]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
-        # Each group has its own key prefix, so that a second group in the same process does not read the first one's.
-        store = PrefixStore(f"vitrail-{next(_group_count)}", _rendezvous_store())
+        store = shared_store("group")
         backend = _backend(device, store, processes)
         torch.distributed.init_process_group(
             backend,
@@ -227,8 +226,12 @@ def _backend(device: torch.device, store: Store, processes: Processes) -> str:
 
 
 def shared_store(name: str) -> Store:
-    """Return a key-value store that all ranks share. They have to ask for the same stores in the same order."""
-    return PrefixStore(f"vitrail-{name}-{next(_group_count)}", _rendezvous_store())
+    """Return a key-value store that all ranks share. They have to ask for the same stores in the same order.
+
+    Each has its own prefix: neither another group of this process nor ranks that torchrun has replaced can be read.
+    """
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"vitrail-{name}-{restart}-{next(_group_count)}", _rendezvous_store())
 
 
 @functools.cache

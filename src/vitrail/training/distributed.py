@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,14 +48,22 @@ class Ranks(NamedTuple):
     """Names a rank that hangs; None before a run has started, and with one rank."""
 
     @contextmanager
-    def watched(self, minutes: float) -> Iterator["Ranks"]:
-        """Start a watchdog that ends the run if a rank is stuck for so long."""
+    def watched(self) -> Iterator["Ranks"]:
+        """Name a rank that hangs, and report one that is lost, inside a `with` block."""
         if self.alone:
             yield self
             return
-        store, processes = shared_store("watchdog"), self.processes
-        with Watchdog(store, processes.rank, processes.size, 60 * minutes) as watchdog:
+        seconds = 60 * Distributed().timeout_minutes
+        with (
+            Watchdog(shared_store("watchdog"), self.processes.rank, self.processes.size, seconds) as watchdog,
+            _reporting_lost_ranks(),
+        ):
             yield self._replace(watchdog=watchdog)
+
+    def wait_at_most(self, minutes: float) -> None:
+        """Set how long a rank may be stuck before the watchdog ends the run."""
+        if self.watchdog is not None:
+            self.watchdog.seconds = 60 * minutes
 
     def doing(self, what: str, step: int | None = None) -> None:
         """Tell the watchdog what this rank does from now on."""
@@ -170,20 +178,21 @@ class Ranks(NamedTuple):
             if not self.alone and not self.processes.local_rank:
                 dist.barrier()
 
-    @contextmanager
-    def reporting_lost_ranks(self) -> Iterator[Self]:
-        """Turn torch's error for a lost rank into a readable `ConfigError`."""
-        try:
-            yield self
-        except RuntimeError as error:
-            if self.alone or not any(word in str(error).lower() for word in LOST_RANK):
-                raise
-            lost = ConfigError(
-                "another rank has exited or cannot be reached; see its own error message, then rerun the same command "
-                "to resume from the last saved training state"
-            )
-            lost.everywhere = True
-            raise lost from None
+
+@contextmanager
+def _reporting_lost_ranks() -> Iterator[None]:
+    """Turn torch's error for a lost rank into a readable `ConfigError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(word in str(error).lower() for word in LOST_RANK):
+            raise
+        lost = ConfigError(
+            "another rank has exited or cannot be reached; see its own error message, then rerun the same command to "
+            "resume from the last saved training state"
+        )
+        lost.everywhere = True
+        raise lost from None
 
 
 def _running_statistics(model: nn.Module) -> Iterable[Tensor]:

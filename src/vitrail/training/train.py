@@ -79,14 +79,14 @@ def train(
     if evaluate_on not in ("test", "val"):
         raise ConfigError(f"evaluate_on is {evaluate_on!r}; choose 'test' or 'val'")
     data, chosen = given_data(data), choose_device(device)
-    with process_group(chosen) as processes, Ranks(processes, chosen).reporting_lost_ranks() as ranks:
+    with process_group(chosen) as processes, Ranks(processes, chosen).watched() as ranks:
         with ranks.together(), ranks.main_first():
             asked = recipe_for(method, recipe or default_recipe(pretrained, method), changes)
             request = _request(data, asked, pretrained, overrides, keys, teacher, folder, chosen)
         _check_ranks_agree(ranks, request)
-        with ranks.watched(asked.distributed.timeout_minutes) as watched:
-            job = _job(request, watched, workers)
-            result, summary = _trained(request, job, quiet, printed, evaluate_on)
+        ranks.wait_at_most(asked.distributed.timeout_minutes)
+        job = _job(request, ranks, workers)
+        result, summary = _trained(request, job, quiet, printed, evaluate_on)
     return Run(request.folder, result.best, result.metrics, job.plan.defaults, summary)
 
 

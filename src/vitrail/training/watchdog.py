@@ -21,7 +21,9 @@ from vitrail.text import duration
 EXIT_CODE = 3
 """Neither a wrong setting (2) nor a bug (1): the same command resumes the run."""
 BEATS = 8
-"""How often a note is published during the timeout."""
+"""How often a note is published during the timeout, at least."""
+LONGEST_BEAT = 10.0
+"""Seconds between two notes, at most."""
 
 
 class Note(NamedTuple):
@@ -56,7 +58,7 @@ class Watchdog:
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        self._thread.join(timeout=self.seconds / BEATS + 1)
+        self._thread.join(timeout=1.0)
 
     def now(self, doing: str, step: int | None = None) -> None:
         """Note what this rank does from now on."""
@@ -75,7 +77,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         try:
-            while not self._over.wait(self.seconds / BEATS):
+            while not self._over.wait(min(self.seconds / BEATS, LONGEST_BEAT)):
                 if self._publish().seconds > self.seconds:
                     self._report()
                     return
@@ -92,7 +94,7 @@ class Watchdog:
         """Name the ranks that hang, once per run, and end."""
         first = self._notes()
         for _ in range(2):  # a rank that publishes nothing meanwhile does not respond
-            time.sleep(self.seconds / BEATS)
+            time.sleep(min(self.seconds / BEATS, LONGEST_BEAT))
             self._publish()
         notes = self._notes()
         silent = [rank for rank, (old, new) in enumerate(zip(first, notes, strict=True)) if new is None or new == old]
