@@ -27,9 +27,7 @@ def test_ten_random_kills(tmp_path: Path) -> None:
     straight, folder = tmp_path / "straight", tmp_path / "run"
     assert run(straight, 2, *CHANGES).returncode == 0
     generator = np.random.default_rng(0)
-    process = subprocess.Popen(
-        elastic(folder), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment()
-    )
+    process = subprocess.Popen(elastic(folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment())
     kills = 0
     while kills < KILLS:
         before = steps(folder)

@@ -77,6 +77,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         try:
+            self._publish()
             while not self._over.wait(min(self.seconds / BEATS, LONGEST_BEAT)):
                 if self._publish().seconds > self.seconds:
                     self._report()
