@@ -2,6 +2,7 @@
 
     python benchmarks/pretraining.py --json rows.json         a GPU: mae B/16, dino S/16 and B/16, at 224 px
     python benchmarks/pretraining.py --only mae --batch 512
+    python benchmarks/pretraining.py --only dino --model S/16
     python benchmarks/pretraining.py --tiny --device cpu      smoke test
 
 mae    ours as in `vitrail pretrain`, eager and compiled; transformers' ViTMAEForPreTraining, eager and compiled.
@@ -336,7 +337,7 @@ def settings_of(options: argparse.Namespace, device: torch.device) -> list[Setti
     found = []
     for method, sizes in rows.items():
         for size in (TINY,) if options.tiny else sizes:
-            if options.only in (None, method):
+            if options.only in (None, method) and (options.tiny or options.model in (None, size.name)):
                 batch = options.batch or (4 if options.tiny else 256 if method == "mae" else 64)
                 found.append(Setting(method, size, batch, device, precision))
     return found
@@ -346,6 +347,7 @@ def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=tuple(CONTESTANTS), help="measure one method")
+    parser.add_argument("--model", choices=(SMALL.name, BASE.name), help="measure one model")
     parser.add_argument("--batch", type=int, help="images per step; default 256 for mae, 64 for dino")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to test this script")
     parser.add_argument("--eager", dest="compiled", action="store_false", help="leave out the compiled rows")

@@ -1,4 +1,4 @@
-"""Teachers on a GPU: the fused path and CUDA graphs give the same targets, and a compiled student learns from them."""
+"""Teachers on a GPU: the fused path gives the same targets, and a compiled student learns from them."""
 
 from pathlib import Path
 
@@ -24,6 +24,7 @@ def batch(device: str) -> Batch:
 def digits_teacher() -> vitrail.Bundle:
     made = tiny_models.bundle()
     made.model.reset_head(10)
+    torch.nn.init.normal_(made.model.head.weight, generator=torch.Generator().manual_seed(1))
     return vitrail.Bundle(made.model, made.preprocess, tuple("0123456789"))
 
 
@@ -32,8 +33,7 @@ def test_targets_are_those_of_the_cpu() -> None:
     classes = tuple("9876543210")
     exact = ClassTeacher(teacher, classes, torch.device("cpu"), "float32", mixed=False)(batch("cpu"))
     quick = ClassTeacher(teacher, classes, torch.device("cuda"), "bf16", mixed=False)
-    for _ in range(3):  # the later ones replay a graph
-        assert relative_error(quick(batch("cuda")).cpu(), exact) < 0.05
+    assert relative_error(quick(batch("cuda")).cpu(), exact) < 0.05
     features = FeatureTeacher(teacher, (2, 2), torch.device("cpu"), "float32")(batch("cpu"))
     others = FeatureTeacher(teacher, (2, 2), torch.device("cuda"), "bf16")(batch("cuda"))
     for one, other in zip(features, others, strict=True):
@@ -42,7 +42,7 @@ def test_targets_are_those_of_the_cpu() -> None:
 
 @pytest.mark.parametrize("targets", ["soft", "hard"])
 def test_a_compiled_student_learns(targets: str, tmp_path: Path) -> None:
-    changes = ["steps=6", "batch=64", "evaluations=2", "compile=true", f"teacher.targets={targets}", "model.stem=conv"]
+    changes = ["steps=60", "batch=64", "evaluations=2", "compile=true", f"teacher.targets={targets}", "model.stem=conv"]
     run = vitrail.train(
         "digits", teacher=digits_teacher(), changes=changes, folder=tmp_path / "run", device="cuda", workers=0,
         quiet=True,

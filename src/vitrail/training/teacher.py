@@ -18,9 +18,9 @@ from typing import Annotated, Any, Literal, Self
 import torch
 import torch.nn.functional as F
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
-from vitrail.acceleration.engine import CapturedModel, prepare
+from vitrail.acceleration.engine import prepare
 from vitrail.acceleration.planner import ExecutionPlan, Purpose, hardware_of, plan_inference
 from vitrail.checkpoints.bundle import CLASSIFICATION, Bundle
 from vitrail.checkpoints.load import ready_bundle
@@ -85,8 +85,9 @@ class Teacher:
         return {"name": self.name, "digest": self.digest}
 
     def execution(self, device: torch.device, precision: Precision, purpose: Purpose) -> ExecutionPlan:
-        """Return how its outputs are computed."""
-        return plan_inference(self.bundle.model.config, hardware_of(device), precision, purpose)
+        """Return how its outputs are computed: without CUDA graphs, which crashed along with those of the student."""
+        plan = plan_inference(self.bundle.model.config, hardware_of(device), precision, purpose)
+        return plan._replace(graphs=False)
 
     def weight_bytes(self, precision: Precision) -> int:
         """Return the memory of its weights."""
@@ -197,8 +198,7 @@ class ClassTeacher:
         self.columns = None if columns == tuple(range(len(columns))) else torch.tensor(columns, device=device)
         model = frozen_model(teacher, device)
         plan = teacher.execution(device, precision, "evaluate")
-        prepared = prepare(model, plan).eval()
-        self.model: nn.Module = CapturedModel(prepared, device, precision) if plan.graphs else prepared
+        self.model = prepare(model, plan).eval()
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:

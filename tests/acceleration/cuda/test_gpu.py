@@ -261,6 +261,20 @@ def test_an_evaluation_runs_as_cuda_graphs(precision: Precision, position: str) 
     assert [key.shape[0] for key in captured.graphs.captured] == [8]
 
 
+def test_a_graph_outlives_the_workspaces_of_cublas() -> None:
+    """torch.compile frees them when it captures a training step; their memory then belongs to others."""
+    model, images, _ = model_and_batch(64)
+    prepared = prepare(model.eval(), plan_of(model, "bf16", "evaluate"))
+    captured = CapturedModel(prepared, images.device, "bf16")
+    with torch.inference_mode(), autocast(images.device, "bf16"):
+        expected = captured(images)
+        torch._C._cuda_clearCublasWorkspaces()
+        others = [torch.zeros(2**22, device="cuda") for _ in range(64)]
+        for _ in range(3):
+            assert torch.equal(captured(images), expected)
+    assert not any(other.any() for other in others)
+
+
 @pytest.mark.parametrize(
     "feature_request",
     [

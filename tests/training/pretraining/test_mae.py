@@ -310,6 +310,13 @@ def test_it_learns_one_batch() -> None:
     assert model(pixels, noise).item() < 0.5 * first
 
 
+def test_the_decoder_is_on_one_device() -> None:
+    """Where the memory of a step is forecast, the device is that of the context."""
+    with torch.device("meta"):
+        decoder = Decoder(ViTConfig(**TINY), MaeSettings(decoder_width=8, decoder_depth=1, decoder_heads=1))
+    assert {tensor.device.type for tensor in (*decoder.parameters(), *decoder.buffers())} == {"meta"}
+
+
 def test_the_module_has_the_device_and_dtype_of_its_encoder() -> None:
     model = MaskedAutoencoder(ViT(ViTConfig(**{**TINY, "classes": 0})).double(), NARROW)
     assert {tensor.dtype for tensor in (*model.parameters(), *model.buffers())} == {torch.float64}

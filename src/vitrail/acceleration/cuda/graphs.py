@@ -67,8 +67,8 @@ class CudaGraphs:
         self._lock = threading.Lock()
         self._pool: Any = None  # its type is private in torch
         self._stream: torch.cuda.Stream | None = None
-        """The capture stream. cuBLAS keeps a workspace per stream for the lifetime of the process, and captured matmuls
-        write to it: one stream for all graphs of this object, which never run concurrently."""
+        """The capture stream. cuBLAS keeps a workspace per stream, and captured matmuls write to it: one stream for all
+        graphs of this object, which never run concurrently."""
         self._done: torch.cuda.Event | None = None
         """Set when the device has finished the last call: all graphs share their memory."""
 
@@ -147,6 +147,9 @@ class _CapturedGraph:
             for _ in range(WARM_UPS):
                 function(inputs)
         here.wait_stream(stream)
+        # The capture allocates a new one, in the memory of the graphs. Otherwise the graph would write to that of
+        # the warm-up, which torch.compile frees when it captures a training step.
+        torch._C._cuda_clearCublasWorkspaces()
         self.graph = torch.cuda.CUDAGraph()
         # Other threads may allocate during the capture, such as a DataLoader's pin-memory thread.
         with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):

@@ -152,7 +152,7 @@ class Decoder(nn.Module):
         )
         self.embed = nn.Linear(encoder.width, width)
         self.mask_token = nn.Parameter(torch.empty(1, 1, width))
-        self.register_buffer("positions", decoder_positions(config), persistent=False)
+        self.register_buffer("positions", decoder_positions(config).to(self.mask_token.device), persistent=False)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.depth))
         self.norm = nn.LayerNorm(width, eps=config.norm_eps)
         self.pred = nn.Linear(width, _values(encoder))
