@@ -34,7 +34,7 @@ _DENIED = re.compile(r"credential|access.?key|signature|token|forbidden|denied|u
 
 
 class MissingFileError(DataError):
-    """There is no file at a URL."""
+    """A URL that does not exist."""
 
 
 class Status(NamedTuple):
