@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vitrail.checkpoints.load import load
 from vitrail.errors import ConfigError
-from vitrail.training.recipe import read_recipe
+from vitrail.training.recipe_files import read_recipe
 from vitrail.training.run_folder import default_folder, origin_of
 from vitrail.training.state_shards import load_whole
 
