@@ -42,7 +42,7 @@ from vitrail.training.optimizers import make_optimizer
 from vitrail.training.plan import DataFacts, TrainingPlan
 from vitrail.training.pretraining.defaults import resolve_pretraining
 from vitrail.training.pretraining.dino import momentum_for
-from vitrail.training.recipe import read_recipe
+from vitrail.training.recipe_files import read_recipe
 from vitrail.training.state import Progress, State
 from vitrail.training.step import Stepper, forward_of, plan_step, reset_compiled
 

@@ -16,7 +16,7 @@ from vitrail.models.variants import PAPER, variant_config
 from vitrail.runtime import choose_device
 from vitrail.training.defaults import resolve_defaults
 from vitrail.training.plan import DataFacts
-from vitrail.training.recipe import ALIASES, full_name, option_names, read_recipe
+from vitrail.training.recipe_files import ALIASES, full_name, option_names, read_recipe
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from vitrail.serving.settings import Settings
 from vitrail.tasks.classification_metrics import classification_metrics
 from vitrail.tasks.lookup import CLASSIFICATION
 from vitrail.tasks.task import Predictions
-from vitrail.training.recipe import option_names
+from vitrail.training.recipe_files import option_names
 
 ROOT = Path(__file__).parents[1]
 OTHER_TERMS = {

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 import vitrail
 from vitrail.cli.app import app
-from vitrail.training.recipe import Recipe, preset_names
+from vitrail.training.recipe import Recipe
+from vitrail.training.recipe_files import preset_names
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference"

@@ -72,7 +72,8 @@ if TYPE_CHECKING:
     from vitrail.models.config import ViTConfig
     from vitrail.models.variants import variant_config
     from vitrail.models.vit import ViT
-    from vitrail.training.recipe import Recipe, read_recipe
+    from vitrail.training.recipe import Recipe
+    from vitrail.training.recipe_files import read_recipe
 
 __all__ = [
     "Accelerated",
@@ -157,7 +158,7 @@ _HOME = {  # of the names that are not in `vitrail.api`
     "variant_config": "vitrail.models.variants",
     "ViT": "vitrail.models.vit",
     "Recipe": "vitrail.training.recipe",
-    "read_recipe": "vitrail.training.recipe",
+    "read_recipe": "vitrail.training.recipe_files",
 }
 
 

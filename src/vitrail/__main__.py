@@ -110,7 +110,7 @@ def _recipe_hint(error: Exception) -> str:
     option = getattr(error, "option_name", None)
     if not isinstance(option, str) or sys.argv[1:2] != ["train"]:
         return ""
-    from vitrail.training.recipe import full_name
+    from vitrail.training.recipe_files import full_name
 
     name, _, value = option.lstrip("-").partition("=")
     full = full_name(name.replace("-", "_"))

@@ -46,7 +46,8 @@ from vitrail.tasks.task import Prediction
 from vitrail.text import printable, printable_path
 from vitrail.training.candidate_results import CandidateSweep
 from vitrail.training.cluster import ClusterPlan
-from vitrail.training.recipe import Recipe, unknown_setting
+from vitrail.training.recipe import Recipe
+from vitrail.training.recipe_files import unknown_setting
 from vitrail.training.sweep import Sweep, sweep
 from vitrail.training.train import Run, plan
 from vitrail.training.train import train as train_run

@@ -23,7 +23,7 @@ from vitrail.data.sources.opening import open_data
 from vitrail.errors import CheckpointError, ConfigError, VitrailError
 from vitrail.io import file_digest
 from vitrail.models.vit import ViT
-from vitrail.training.recipe import read_recipe
+from vitrail.training.recipe_files import read_recipe
 
 
 @pytest.fixture

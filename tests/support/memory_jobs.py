@@ -15,7 +15,7 @@ from vitrail.training.defaults import resolve_defaults
 from vitrail.training.distributed import Ranks
 from vitrail.training.optimizers import freeze, make_optimizer
 from vitrail.training.plan import DataFacts
-from vitrail.training.recipe import read_recipe
+from vitrail.training.recipe_files import read_recipe
 from vitrail.training.state import Progress, State
 from vitrail.training.step import Stepper, plan_step
 

@@ -8,6 +8,7 @@ import re
 import tarfile
 import threading
 import time
+import urllib.request
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ class FileServer:
     ranges: bool = True
     status: int = 0
     """If set, the status code of every response."""
+    reason: tuple[str, str] | None = None
+    """Code and message of an S3 error; as at S3, in the bodies of responses to GET requests only."""
     requests: list[tuple[str, str, str]] = field(default_factory=list)
     """Method, path and range of every request."""
     hub: str = ""
@@ -92,7 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
             f"datasets/{files.hub}/resolve/{COMMIT}/"
         ).removeprefix(f"datasets/{files.hub}/resolve/main/")
         if files.status or (files.fail_every and not number % files.fail_every):
-            self._empty(files.status or 503)
+            self._refuse(files.status or 503)
             return
         if not path.is_file():
             self._empty(404)
@@ -150,6 +153,18 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
+    def _refuse(self, status: int) -> None:
+        if self.files.reason is None or self.command == "HEAD":
+            self._empty(status)
+            return
+        code, message = self.files.reason
+        content = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/xml")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
     def _empty(self, status: int) -> None:
         self.send_response(status)
         self.send_header("Content-Length", "0")
@@ -181,6 +196,22 @@ def s3_server(bucket: str, folder: Path) -> Iterator[dict[str, str]]:
         yield environment
     finally:
         server.stop()
+
+
+@contextlib.contextmanager
+def only_known_keys(endpoint: str) -> Iterator[None]:
+    """Let moto refuse access keys that it did not issue."""
+
+    def allow(requests: str) -> None:
+        url, plain = f"{endpoint}/moto-api/reset-auth", {"Content-Type": "text/plain"}
+        with urllib.request.urlopen(urllib.request.Request(url, requests.encode(), plain, method="POST")) as response:
+            response.read()
+
+    allow("0")
+    try:
+        yield
+    finally:
+        allow("inf")
 
 
 def png(pixels: np.ndarray[Any, Any]) -> bytes:

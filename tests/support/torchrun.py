@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 SMALL = [
@@ -22,21 +23,25 @@ SMALL = [
 ]
 
 
-def command(folder: Path, processes: int, *changes: str, data: str = "digits") -> list[str]:
+def command(
+    folder: Path, processes: int, *changes: str, data: str = "digits", verb: str = "train", options: Sequence[str] = ()
+) -> list[str]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     rest = ["--"] if processes > 1 else []  # torchrun would parse --run itself
-    pretrained = [sys.executable, *(torchrun if processes > 1 else []), "-m", *rest, "vitrail", "train", data]
+    pretrained = [sys.executable, *(torchrun if processes > 1 else []), "-m", *rest, "vitrail", verb, data]
     words = [word for change in (*SMALL, *changes) for word in ("--set", change)]
-    return [*pretrained, "--run", str(folder), "--device", "cpu", "--workers", "0", *words]
+    return [*pretrained, "--run", str(folder), "--device", "cpu", "--workers", "0", *options, *words]
 
 
 def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def run(folder: Path, processes: int, *changes: str, data: str = "digits") -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, processes: int, *changes: str, data: str = "digits", verb: str = "train", options: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(folder, processes, *changes, data=data),
+        command(folder, processes, *changes, data=data, verb=verb, options=options),
         capture_output=True,
         text=True,
         check=False,

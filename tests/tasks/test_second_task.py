@@ -41,7 +41,7 @@ from vitrail.training.curves import curve_charts
 from vitrail.training.defaults import resolve_defaults
 from vitrail.training.memory import forecast
 from vitrail.training.plan import DataFacts
-from vitrail.training.recipe import read_recipe
+from vitrail.training.recipe_files import read_recipe
 from vitrail.training.sessions import Stopped
 from vitrail.training.train import Run
 

@@ -18,7 +18,7 @@ from vitrail.tasks.metrics import MetricSpec
 from vitrail.tasks.task import Predictions
 from vitrail.training.criterion import as_good, score, shared_criterion
 from vitrail.training.grid import combine
-from vitrail.training.recipe import read_recipe
+from vitrail.training.recipe_files import read_recipe
 from vitrail.training.state import Progress, Score
 from vitrail.training.sweep import sweep
 from vitrail.training.train import train

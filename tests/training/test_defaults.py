@@ -13,7 +13,7 @@ from vitrail.models.stages import cost
 from vitrail.models.vit import ViT
 from vitrail.training.defaults import resolve_defaults
 from vitrail.training.plan import DataFacts, TrainingPlan, describe_data
-from vitrail.training.recipe import read_recipe
+from vitrail.training.recipe_files import read_recipe
 
 TEN = tuple("0123456789")
 DIGITS = DataFacts(1_258, TEN, 8, True)

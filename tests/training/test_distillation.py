@@ -32,7 +32,7 @@ from vitrail.training.defaults import resolve_defaults
 from vitrail.training.distillation import Distillation, TwoHeads, hard_loss, soft_loss
 from vitrail.training.optimizers import Optimizer, parameter_groups
 from vitrail.training.plan import DataFacts
-from vitrail.training.recipe import read_recipe
+from vitrail.training.recipe_files import read_recipe
 from vitrail.training.sweep import sweep
 from vitrail.training.teacher import ClassTeacher, Teacher, TeacherImages, class_columns, opened_teacher
 

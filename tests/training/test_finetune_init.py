@@ -14,7 +14,7 @@ from vitrail.models.config import ViTConfig
 from vitrail.models.position import resample_grid
 from vitrail.models.vit import ViT
 from vitrail.training.finetune_init import FinetuneInit, adapted, planned_config
-from vitrail.training.recipe import read_recipe
+from vitrail.training.recipe_files import read_recipe
 from vitrail.training.train import train
 
 DIGITS = tuple("0123456789")

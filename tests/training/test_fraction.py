@@ -19,7 +19,8 @@ import vitrail
 from vitrail.__main__ import _run
 from vitrail.data.sources.opening import open_data
 from vitrail.errors import ConfigError, DataError
-from vitrail.training.recipe import DataSettings, read_recipe
+from vitrail.training.recipe import DataSettings
+from vitrail.training.recipe_files import read_recipe
 from vitrail.training.run_folder import MetricsFile
 from vitrail.training.train import Run, train
 

@@ -31,7 +31,8 @@ from vitrail.tasks.classification import ClassPrediction
 from vitrail.training.defaults import resolve_defaults
 from vitrail.training.memory import forecast
 from vitrail.training.plan import DataFacts
-from vitrail.training.recipe import Recipe, read_recipe
+from vitrail.training.recipe import Recipe
+from vitrail.training.recipe_files import read_recipe
 from vitrail.training.sweep import sweep
 from vitrail.training.train import Run, train
 

@@ -35,7 +35,8 @@ from vitrail.training.auto_batch import (
 )
 from vitrail.training.context import resident_images
 from vitrail.training.memory import Forecast, forecast
-from vitrail.training.recipe import Recipe, read_recipe, write_toml
+from vitrail.training.recipe import Recipe
+from vitrail.training.recipe_files import read_recipe, write_toml
 from vitrail.training.teacher import ClassTeacher, Teacher
 from vitrail.training.train import train
 

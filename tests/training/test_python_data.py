@@ -173,6 +173,20 @@ def test_every_function_takes_every_kind(kind: str, folder: Path, bundle: vitrai
     assert checked.summary == vitrail.check(folder, size=8, workers=0).summary
 
 
+@pytest.mark.parametrize(("trained_on", "evaluated_on"), [("folder", "arrays"), ("arrays", "folder")])
+def test_pixels_are_not_compared_with_files(trained_on: str, evaluated_on: str, folder: Path, tmp_path: Path) -> None:
+    options: Any = {"device": "cpu", "workers": 0}
+    data = {"folder": folder, "arrays": make("arrays", folder)}
+    run = vitrail.train(data[trained_on], changes=TINY, folder=tmp_path / "run", quiet=True, **options)
+    bundle = vitrail.load(run.folder / "best")
+    unknown = vitrail.evaluate(bundle, data[evaluated_on], split="all", **options)
+    assert unknown.summary.endswith("; evaluated on all images; it is unknown whether the model was trained on them")
+    assert unknown.seen.compared_by is None
+    known = vitrail.evaluate(bundle, data[trained_on], split="all", **options)
+    assert known.seen.compared_by == "content"
+    assert known.seen.trained_on > 0
+
+
 def test_predictions_of_unlabelled_images_are_as_before(folder: Path, bundle: vitrail.Bundle, tmp_path: Path) -> None:
     images, _ = some_digits()
     paths = [str(path) for path in sorted(folder.rglob("*.png"))]

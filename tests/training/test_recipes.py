@@ -20,7 +20,8 @@ from vitrail.models.vit import ViT
 from vitrail.training.defaults import resolve_defaults
 from vitrail.training.optimizers import learning_rate
 from vitrail.training.plan import DataFacts, TrainingPlan
-from vitrail.training.recipe import Recipe, preset_names, read_recipe, write_toml
+from vitrail.training.recipe import Recipe
+from vitrail.training.recipe_files import preset_names, read_recipe, write_toml
 from vitrail.training.teacher import Teacher
 from vitrail.training.train import train
 

@@ -29,7 +29,7 @@ from vitrail.runtime import Processes
 from vitrail.training.console import RunConsole
 from vitrail.training.distributed import Ranks
 from vitrail.training.optimizers import learning_rate
-from vitrail.training.recipe import preset_names, read_recipe, write_toml
+from vitrail.training.recipe_files import preset_names, read_recipe, write_toml
 from vitrail.training.run_folder import MetricsFile, default_folder, locked, origin_of
 from vitrail.training.state import Progress, Setting, State
 from vitrail.training.state_files import content_digest, load_state, save_state

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vitrail.checkpoints.load import load
 from vitrail.errors import ConfigError
-from vitrail.training.recipe import read_recipe
+from vitrail.training.recipe_files import read_recipe
 from vitrail.training.run_folder import default_folder, origin_of
 from vitrail.training.state_shards import load_whole
 
@@ -64,6 +64,40 @@ def test_the_weights_are_those_of_whole_models(optimizer: str, tmp_path: Path) -
     models = [load(folder / "best").model.state_dict() for folder in (sharded, whole)]
     for name, tensor in models[0].items():
         torch.testing.assert_close(tensor, models[1][name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.fixture(scope="module")
+def whole_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "start"
+    done = run(folder, 1, "steps=6", "evaluations=1")
+    assert done.returncode == 0, done.stderr
+    return folder / "best"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("verb", "changes", "tolerance"),
+    [
+        pytest.param("train", ("optimizer.kind=adam",), 1e-5, id="adam"),
+        pytest.param("train", ("lora.rank=4",), 1e-5, id="lora"),
+        pytest.param("train", ("compile=true",), 1e-5, id="compile"),
+        pytest.param("train", ("precision=bf16",), 1e-3, id="bf16"),
+        pytest.param("pretrain", (), 1e-5, id="mae"),
+    ],
+)
+def test_losses_and_bundles_are_those_of_whole_models(
+    whole_bundle: Path, verb: str, changes: tuple[str, ...], tolerance: float, tmp_path: Path
+) -> None:
+    options = ("--from", str(whole_bundle)) if verb == "train" else ("--method", "mae")
+    folders = tmp_path / "sharded", tmp_path / "whole"
+    for folder, shard in zip(folders, (SHARDED, "distributed.shard=false"), strict=True):
+        done = run(folder, 2, shard, "steps=8", "evaluations=1", *changes, verb=verb, options=options)
+        assert done.returncode == 0, done.stderr
+    np.testing.assert_allclose(losses(folders[0]), losses(folders[1]), rtol=tolerance)
+    actual, expected = (load(folder / "best").model.state_dict() for folder in folders)
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=tolerance, atol=tolerance, msg=name)
 
 
 @pytest.mark.slow

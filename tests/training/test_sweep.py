@@ -21,7 +21,7 @@ from vitrail.errors import ConfigError, DataError, Diverged, VitrailError
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 from vitrail.training.grid import combine, read_sweep
-from vitrail.training.recipe import read_recipe, read_value
+from vitrail.training.recipe_files import read_recipe, read_value
 from vitrail.training.sweep import Sweep, sweep
 from vitrail.training.train import train
 

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from vitrail.data.decode import extent, open_image
 from vitrail.data.preprocess import resized_size
 from vitrail.data.sources.index_files import Progress, cache_folder, load_index, save_index
-from vitrail.data.sources.source import Labels, Pixels, Source
+from vitrail.data.sources.source import Pixels, Source, Wrapped
 from vitrail.errors import DataError
 from vitrail.io import lock_file
 
@@ -81,10 +81,9 @@ class _Table:
 
 
 @dataclass(frozen=True, eq=False)
-class Cached:
+class Cached(Wrapped):
     """A source that reads images from the cache, or from their files if they are not cached."""
 
-    base: Source
     folder: Path
     size: CacheSize
     table: _Table
@@ -97,28 +96,6 @@ class Cached:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """The names of the classes."""
-        return self.base.classes
-
-    @property
-    def labels(self) -> Labels:
-        """The class of every image."""
-        return self.base.labels
-
-    def __len__(self) -> int:
-        """Return the number of images."""
-        return len(self.base)
-
-    def name(self, index: int) -> str:
-        """Return a readable name of an image."""
-        return self.base.name(index)
-
-    def stamp(self, index: int) -> tuple[int, int]:
-        """Return two numbers that change when the stored image does."""
-        return self.base.stamp(index)
 
     def read(self, index: int) -> bytes | Pixels:
         """Return the pixels of an image; the first read in a process verifies the checksum."""

@@ -6,6 +6,7 @@ shared memory instead of a pipe, a worker that dies is noticed, and prefetching 
 The list of images is consumed lazily, so memory does not grow with its length.
 """
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,10 +25,10 @@ from vitrail.acceleration.cpu.threads import LARGEST, CpuThreads
 from vitrail.acceleration.engine import Engine, TorchEngine, open_engine
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import ready_bundle
-from vitrail.data.batches import default_workers, empty_pixels, prefetch
+from vitrail.data.batches import Failure, default_workers, empty_pixels, prefetch
 from vitrail.data.inputs import Item, fitted
 from vitrail.data.preprocess import Preprocess
-from vitrail.errors import ConfigError, DataError, VitrailError
+from vitrail.errors import ConfigError, DataError, StorageError, VitrailError
 from vitrail.inference.classifier import (
     BATCH,
     Predictor,
@@ -71,14 +72,16 @@ class Decoding(Dataset[Any]):
 
     preprocess: Preprocess
 
-    def __getitem__(self, items: Sequence[Item]) -> Decoded:
-        """Decode images."""
+    def __getitem__(self, items: Sequence[Item]) -> Decoded | Failure:
+        """Decode images; if their storage fails, return the error, because the images may be fine."""
         pixels = empty_pixels(len(items), self.preprocess)
         errors: list[str | None] = []
         good = 0
         for item in items:
             try:
                 pixels.numpy()[good] = fitted(item, self.preprocess)
+            except StorageError as error:
+                return Failure(StorageError, str(error))
             except VitrailError as error:
                 errors.append(str(error))
             else:
@@ -131,7 +134,7 @@ def _in_threads(
     decoding = Decoding(predictor.preprocess)
 
     def work(some: list[Item]) -> list[PredictionRow]:
-        return _rows(predictor, decoding[some], top)
+        return _rows(predictor, _checked(decoding[some]), top)
 
     results = cpu_threads.each(work, _batches(items, min(batch, LARGEST)))
     with closing(results):  # stop computing when the caller stops iterating
@@ -149,12 +152,18 @@ def _in_workers(
         workers = default_workers() if first and len(first[0]) == batch else 0
     pin = predictor.device.type == "cuda" and workers > 0
     for decoded in prefetch(Decoding(predictor.preprocess), chain(first, batches), workers=workers, pin=pin):
-        yield _rows(predictor, decoded, top)
+        yield _rows(predictor, _checked(decoded), top)
 
 
 def _batches(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
     while some := list(islice(items, size)):
         yield some
+
+
+def _checked(decoded: Decoded | Failure) -> Decoded:
+    if isinstance(decoded, Failure):
+        raise decoded.kind(decoded.message)
+    return decoded
 
 
 def _rows(predictor: Predictor[Any], decoded: Decoded, top: int) -> list[PredictionRow]:
@@ -188,7 +197,8 @@ def predict_files(
 ) -> Summary:
     """Predict the images at the given places and write one row per image, to a file, to `sink`, or to stdout.
 
-    An unreadable image becomes a row with an error; if all images are unreadable, `DataError` is raised at the end.
+    An unreadable image becomes a row with an error; if all images are unreadable, `DataError` is raised at the end. If
+    remote storage fails, `StorageError` is raised and the rows written so far are kept.
     `on_progress` is called with the number of rows, and the total if known. With `resume`, a finished job stays as it
     is; its summary then has only earlier rows.
     """
@@ -245,13 +255,17 @@ def predict_files(
 
 @contextmanager
 def _resumable(output: Path | None) -> Iterator[None]:
-    """Note on a `KeyboardInterrupt` how to resume the job."""
+    """Say how to resume the job after a `KeyboardInterrupt` or a failure of remote storage."""
     try:
         yield
     except KeyboardInterrupt as stop:
         if output is not None:
             stop.add_note(f"rerun the same command with --resume to resume {output}")
         raise
+    except StorageError as error:
+        if output is None:
+            raise
+        raise StorageError(f"{error}; add --resume to keep the rows in {printable_path(os.fspath(output))}") from None
 
 
 def _check_output(output: Path | None, format: Format, places: Sequence[str], resume: bool, overwrite: bool) -> None:
@@ -282,5 +296,6 @@ def resolve_precision(
     def engine_for(tried: Precision) -> Engine:
         return open_engine(bundle.model, bundle.preprocess, kind=kind, precision=tried, device=device)
 
-    engine, why = choose_precision(engine_for, Decoding(bundle.preprocess)[first].pixels, device, compare_for(bundle))
+    pixels = _checked(Decoding(bundle.preprocess)[first]).pixels
+    engine, why = choose_precision(engine_for, pixels, device, compare_for(bundle))
     return engine, chain(first, items), why

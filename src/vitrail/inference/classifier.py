@@ -17,7 +17,7 @@ from vitrail.data.batches import default_workers
 from vitrail.data.inputs import ImageInput, fitted, is_one, item_of, name_of, no_image
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Pixels
-from vitrail.errors import ConfigError, Diverged, VitrailError
+from vitrail.errors import ConfigError, Diverged, StorageError, VitrailError
 from vitrail.models.checks import as_int
 from vitrail.runtime import Precision, autocast, choose_device
 from vitrail.tasks.classification import ClassPrediction
@@ -121,6 +121,8 @@ class Predictor(Generic[P]):
             if not isinstance(made, VitrailError):
                 good.append(made)
                 readable.append(name)
+            elif isinstance(made, StorageError):  # the image may be fine
+                raise made
             elif errors == "raise":
                 raise type(made)(f"{name}: {made}")
         pixels = torch.from_numpy(np.stack(good)).permute(0, 3, 1, 2) if good else torch.empty(0)

@@ -27,7 +27,7 @@ from vitrail.data.sources.parquet import read_parquet
 from vitrail.data.sources.shards import CLASSES_FILE, LABEL_SUFFIXES
 from vitrail.data.sources.source import SUFFIXES, digits, reason_of
 from vitrail.data.sources.tar import RANGE, expand_pattern, is_pattern, members
-from vitrail.errors import DataError
+from vitrail.errors import DataError, StorageError
 from vitrail.inference.skipped import SkippedFiles
 from vitrail.text import printable_path
 
@@ -284,6 +284,8 @@ def _tar(path: bytes, skipped: SkippedFiles) -> Iterator[Item]:
                 yield Item(name, path, member.start, member.size, error=wrong)
     except OSError as fault:
         yield _unreadable(path, fault)
+    except StorageError:
+        raise
     except DataError as fault:
         yield Item(path, error=str(fault))
 

@@ -24,7 +24,7 @@ import vitrail.errors
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.batches import BadImage
 from vitrail.data.sources.source import Source
-from vitrail.errors import ConfigError, DataError, VitrailError
+from vitrail.errors import ConfigError, DataError, StorageError, VitrailError
 from vitrail.inference.bulk_prediction import Summary, check_readable
 from vitrail.inference.chunk_folder import CHUNK, ChunkFolder, ChunkJob, ChunkRecord
 from vitrail.inference.chunk_listing import write_listing
@@ -238,7 +238,7 @@ def _compute(
     for row in results.iter_rows():
         result = json.loads(row["result"])
         if "error" in result:
-            raise getattr(vitrail.errors, result["kind"])(result["error"])
+            raise getattr(vitrail.errors, result["kind"], DataError)(result["error"])
         yield TypeAdapter(ChunkRecord).validate_python(result["record"]), result["plan"]
 
 
@@ -280,6 +280,8 @@ def _explained(folder: ChunkFolder) -> Iterator[None]:
     except KeyboardInterrupt as stop:
         stop.add_note(f"rerun the same command with --resume to resume {folder.name}")
         raise
+    except StorageError as error:
+        raise StorageError(f"{error}; add --resume to keep the finished chunks of {folder.name}") from None
     except (RayError, ConnectionError) as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(

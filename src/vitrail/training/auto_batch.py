@@ -15,7 +15,7 @@ from vitrail.text import byte_size
 from vitrail.training.context import Job
 from vitrail.training.memory import Forecast, forecast, step_fits
 from vitrail.training.plan import TrainingPlan, steps_per_epoch_text, with_batch
-from vitrail.training.recipe import read_recipe
+from vitrail.training.recipe_files import read_recipe
 from vitrail.training.run_folder import RECIPE
 
 ROOT = Path("/")

@@ -18,7 +18,8 @@ from typing import Any
 from vitrail.errors import ConfigError, suggest
 from vitrail.io import ContentError, read_toml
 from vitrail.training.grid import check_comparable, combine, overlap
-from vitrail.training.recipe import Recipe, check_option, preset_names, read_recipe, read_value, split_changes
+from vitrail.training.recipe import Recipe
+from vitrail.training.recipe_files import check_option, preset_names, read_recipe, read_value, split_changes
 
 KEYS = ("recipe", "seeds", "set", "over", "candidate")
 FOLDER_NAME = re.compile(r"[\w+=,-][\w.+=,-]{0,59}")

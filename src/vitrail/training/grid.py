@@ -22,7 +22,8 @@ from vitrail.training.context import open_splits
 from vitrail.training.defaults import resolve_defaults
 from vitrail.training.optimizers import freeze, parameter_groups
 from vitrail.training.plan import DataFacts, TrainingPlan, describe_data
-from vitrail.training.recipe import Recipe, read_value
+from vitrail.training.recipe import Recipe
+from vitrail.training.recipe_files import read_value
 from vitrail.training.teacher import Teacher
 
 OPENING, CLOSING, QUOTES = "[{", "]}", "\"'"

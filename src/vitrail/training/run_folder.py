@@ -31,7 +31,8 @@ from vitrail.io import (
     read_toml,
     remove_partial_files,
 )
-from vitrail.training.recipe import Recipe, write_toml
+from vitrail.training.recipe import Recipe
+from vitrail.training.recipe_files import write_toml
 from vitrail.training.state_files import RESUME
 from vitrail.training.teacher import Teacher
 

@@ -3,9 +3,9 @@
     blocks              one group each: gathered before its forward and its backward pass, freed after
     everything else     one group: gathered for the whole step
 
-In bf16 the blocks are gathered in bf16 and gradients are reduced in float32; the slices that the optimizer updates stay
-in float32. The rest of the model (tokens, positions, the last norm, the head) is gathered in float32, so the residual
-stream keeps its precision, as under autocast.
+In bf16 the blocks are gathered in bf16 (on GPUs) and gradients are reduced in float32; the slices that the optimizer
+updates stay in float32. The rest of the model (tokens, positions, the last norm, the head) is gathered in float32, so
+the residual stream keeps its precision, as under autocast.
 """
 
 from collections.abc import Iterable
@@ -47,7 +47,8 @@ def check_shardable(recipe: Recipe, precision: Precision) -> None:
 def shard(module: nn.Module, ranks: Ranks, precision: Precision, *, compiled: bool) -> None:
     """Shard a module in place and move it to the device of the rank, block by block."""
     mesh = init_device_mesh(ranks.device.type, (ranks.processes.size,))
-    dtype = torch.bfloat16 if precision == "bf16" else None
+    # A CPU's layer norm needs weights of its input's dtype; on CUDA, autocast casts them.
+    dtype = torch.bfloat16 if precision == "bf16" and ranks.device.type == "cuda" else None
     in_blocks = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     outside = MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False)
     for block in blocks_of(module):

@@ -28,7 +28,8 @@ from vitrail.training.candidates import CandidateRecipes, read_candidates
 from vitrail.training.criterion import shared_criterion
 from vitrail.training.finetune_init import opened_pretrained
 from vitrail.training.grid import Trial, TrialPlanner, combine, distinct
-from vitrail.training.recipe import Recipe, default_recipe, read_recipe, unknown_setting
+from vitrail.training.recipe import Recipe
+from vitrail.training.recipe_files import default_recipe, read_recipe, unknown_setting
 from vitrail.training.run_folder import SWEEP, locked, write_json
 from vitrail.training.sweep_pool import SweepPool
 from vitrail.training.sweep_run import (

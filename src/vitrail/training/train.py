@@ -30,7 +30,8 @@ from vitrail.training.learners import shown_metrics
 from vitrail.training.loop import RunResult, train_run
 from vitrail.training.plan import ResolvedDefault, TrainingPlan, describe_data
 from vitrail.training.preparation import PreparedFolder, prepare_folder
-from vitrail.training.recipe import Recipe, default_recipe, recipe_for
+from vitrail.training.recipe import Recipe
+from vitrail.training.recipe_files import default_recipe, recipe_for
 from vitrail.training.run_folder import Origin, check_outside_data, default_folder, locked, origin_of
 from vitrail.training.sessions import timed_session
 from vitrail.training.teacher import Teacher, opened_teacher

@@ -25,7 +25,7 @@ from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.source import Arrays, Source, digits
 from vitrail.data.sources.splits import Splits, split_source
 from vitrail.errors import DataError
-from vitrail.training.recipe import read_recipe
+from vitrail.training.recipe_files import read_recipe
 
 
 @pytest.fixture(autouse=True)

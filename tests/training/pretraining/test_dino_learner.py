@@ -22,7 +22,7 @@ from vitrail.training.plan import DataFacts, TrainingPlan
 from vitrail.training.pretraining.defaults import resolve_pretraining
 from vitrail.training.pretraining.dino import DinoSettings, centre_momentum_for, momentum_for
 from vitrail.training.pretraining.dino_learner import SelfDistillation
-from vitrail.training.recipe import read_recipe
+from vitrail.training.recipe_files import read_recipe
 
 SMALL = ("compile=false", "steps=6", "batch=16", "evaluations=1", "model.width=32", "model.depth=1", "model.heads=2")
 DIGITS = DataFacts(1700, tuple("0123456789"), side=8, grey=True)

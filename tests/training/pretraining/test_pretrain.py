@@ -27,7 +27,7 @@ from vitrail.training.pretraining.defaults import resolve_pretraining
 from vitrail.training.pretraining.dino_learner import SelfDistillation
 from vitrail.training.pretraining.draws import uniform
 from vitrail.training.pretraining.learner import Pretraining
-from vitrail.training.recipe import read_recipe, recipe_for
+from vitrail.training.recipe_files import read_recipe, recipe_for
 
 METHODS = ("mae", "masked-patches", "dino")
 SMALL = ("compile=false", "steps=12", "batch=32", "evaluations=2", "model.width=32", "model.depth=2", "model.heads=2",

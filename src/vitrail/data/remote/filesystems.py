@@ -28,13 +28,14 @@ _REMOTE = re.compile(rb"(?:s3|gs|https?|hf)://", re.IGNORECASE)
 _VERSION_FIELDS = (
     "ETag", "etag", "blob_id", "generation", "md5Hash", "Content-MD5", "Last-Modified", "LastModified", "mtime",
 )  # fmt: skip
-_WORTH_RETRYING = (408, 425, 429)
+_WORTH_RETRYING = (408, 409, 425, 429)
 """HTTP status codes of temporary errors, besides 5xx."""
+_NO_BUCKET = re.compile(r"bucket does not exist|NoSuchBucket")
 _DENIED = re.compile(r"credential|access.?key|signature|token|forbidden|denied|unauthorized", re.IGNORECASE)
 
 
 class MissingFileError(DataError):
-    """There is no file at a URL."""
+    """A URL that does not exist."""
 
 
 class Status(NamedTuple):
@@ -78,7 +79,7 @@ def status(url: str) -> Status:
     def once() -> Status:
         filesystem = _filesystem(url)
         filesystem.invalidate_cache()
-        info = filesystem.info(url)
+        info = _info(filesystem, url)
         if info.get("type") == "directory":
             raise MissingFileError(f"{printable_path(url)} is a folder; give its files with a pattern")
         if info.get("size") is None:
@@ -87,6 +88,17 @@ def status(url: str) -> Status:
         return Status(int(info["size"]), _hash("\n".join(version)))
 
     return _retried(url, once)
+
+
+def _info(filesystem: Any, url: str) -> dict[str, Any]:
+    try:
+        info: dict[str, Any] = filesystem.info(url)
+    except OSError as error:
+        # S3 says why it refuses a GET request; the response to a HEAD request has no body.
+        if url.lower().startswith("s3:") and (isinstance(error, PermissionError) or error.errno == errno.EINVAL):
+            filesystem.cat_file(url, start=0, end=1)
+        raise
+    return info
 
 
 def fetch(url: str, start: int, size: int) -> bytes:
@@ -204,12 +216,14 @@ def _code(error: BaseException | None) -> int | None:
 def _permanent(url: str, error: BaseException) -> VitrailError | None:
     """Return what to raise for an error that another attempt would not change; None for any other error."""
     shown, code = printable_path(url), _code(error)
-    if code == 404 or isinstance(error, FileNotFoundError):
-        detail = first_line(error)
-        why = f" ({detail})" if "bucket" in detail.lower() else ""
-        return MissingFileError(f"{shown} does not exist{why}; correct the URL")
+    if code is None and isinstance(error, OSError) and not isinstance(error, TimeoutError):
+        code = _code(error.__cause__)  # s3fs translates the errors of botocore
+    if code in (404, 410) or isinstance(error, FileNotFoundError):
+        if _NO_BUCKET.search(str(error)):  # then no other file can be read either
+            return StorageError(f"{shown} does not exist ({first_line(error)}); correct the URL")
+        return MissingFileError(f"{shown} does not exist; correct the URL")
     denied = isinstance(error, PermissionError) or code in (401, 403) or "NoCredentials" in type(error).__name__
-    if denied or (isinstance(error, OSError) and code is None and _DENIED.search(str(error))):
+    if denied or (isinstance(error, OSError) and code in (None, 400) and _DENIED.search(str(error))):
         return StorageError(f"access to {shown} is denied: {_reason(error)}; check the credentials and permissions")
     if code is not None and 400 <= code < 500 and code not in _WORTH_RETRYING:
         return StorageError(f"{shown} cannot be read: {_reason(error)}; correct the URL")
@@ -220,4 +234,6 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "no data arrived in time"
     code, text = _code(error), first_line(error)
-    return f"HTTP status {code}" if code is not None and not text.startswith("[Errno") else text[:200]
+    if code is not None and not text.startswith("[Errno"):
+        return f"HTTP status {code}"
+    return re.sub(r"^\[Errno \d+\] ", "", text)[:200]

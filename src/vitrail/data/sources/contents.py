@@ -39,20 +39,26 @@ class Contents(NamedTuple):
         """Whether every image has a digest."""
         return (len(self.train), len(self.val)) == self.images
 
+    def comparable(self, digests: Digests) -> bool:
+        """Whether these images and those of the run are all files, or all pixels."""
+        return len(np.unique(np.concatenate([digests, self.train, self.val]) & np.uint64(1))) <= 1
+
     def save(self, folder: Path) -> None:
         """Write the digests to a run folder."""
         save_index(folder / CONTENTS, {"train": self.train, "val": self.val, "images": np.array(self.images, np.int64)})
 
 
 def content_hash(stored: bytes | Pixels) -> tuple[int, int]:
-    """Return 16 bytes of a digest of a file's content, or of pixels without a file, as two integers."""
+    """Return 16 bytes of a digest of a file's content, or of pixels without a file, as two integers.
+
+    The last bit of the first integer is 1 for pixels: they cannot be compared with the bytes of a file.
+    """
     digest = hashlib.sha256()  # faster than others on CPUs with SHA instructions, which most have
     if isinstance(stored, np.ndarray):
         digest.update(f"{stored.dtype.str} {stored.shape}".encode())
-        stored = stored.tobytes()
-    digest.update(stored)
+    digest.update(stored.tobytes() if isinstance(stored, np.ndarray) else stored)
     first, second = np.frombuffer(digest.digest()[:16], "<u8").tolist()
-    return first, second
+    return first & ~1 | isinstance(stored, np.ndarray), second
 
 
 def digests_of(source: Source) -> Digests:

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from vitrail.data.sources.labels import check_classes, label_text, order_classes
-from vitrail.data.sources.source import Labels, Pixels, Source
+from vitrail.data.sources.source import Labels, Pixels, Source, Wrapped
 from vitrail.errors import DataError, InputError
 
 TITLES = {
@@ -73,27 +73,12 @@ def recorded_kind(place: str) -> str | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Fingerprinted:
+class Fingerprinted(Wrapped):
     """A source whose images have no files: its fingerprint tells them from those of other data with the same names."""
 
-    base: Source
     digest: str
     place: str = ""
     """The start of every name; empty if the data has one split."""
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """The names of the classes."""
-        return self.base.classes
-
-    @property
-    def labels(self) -> Labels:
-        """The class of every image."""
-        return self.base.labels
-
-    def __len__(self) -> int:
-        """Return the number of images."""
-        return len(self.base)
 
     def key(self, index: int) -> str:
         """Return the name of an image with the fingerprint."""
@@ -102,10 +87,6 @@ class Fingerprinted:
     def name(self, index: int) -> str:
         """Return a readable name of an image."""
         return f"{self.place}{self.base.name(index)}"
-
-    def read(self, index: int) -> bytes | Pixels:
-        """Return an image as it is stored."""
-        return self.base.read(index)
 
     def stamp(self, index: int) -> tuple[int, int]:
         """Return the index and the fingerprint."""

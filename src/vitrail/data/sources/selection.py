@@ -134,12 +134,16 @@ class SeenInTraining(NamedTuple):
 def seen_in_training(
     source: Source, record: Mapping[str, Any] | None, contents: Contents | None = None
 ) -> SeenInTraining:
-    """Count the images that a run has used: by content if all digests are known, else also by name."""
+    """Count the images that a run has used: by content if all digests are known and comparable, else also by name."""
     by_name = SeenInTraining() if record is None else _seen_by_name(source, record)
     if contents is None:
         return by_name
     digests = digests_of(source)
     selected, trained = (int(np.isin(digests, split).sum()) for split in (contents.val, contents.train))
+    if not contents.comparable(digests):
+        if not (selected or trained):
+            return by_name if by_name.selected_on or by_name.trained_on else SeenInTraining()
+        return SeenInTraining(selected, trained, "the content of images that are stored alike")
     if contents.complete:
         return SeenInTraining(selected, trained, CONTENT)
     hashed, of = len(contents.train) + len(contents.val), sum(contents.images)

@@ -220,7 +220,7 @@ def _mapped(function: Callable[[str], T], paths: Sequence[str]) -> Iterator[T]:
     with ThreadPoolExecutor(REQUESTS) as pool:
         try:
             yield from pool.map(function, paths)
-        except BaseException:
+        except BaseException:  # also Ctrl-C: leaving the block would wait for every shard still to be read
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 

@@ -113,6 +113,39 @@ class Subset:
         return self.base.stamp(int(self.indices[index]))
 
 
+@dataclass(frozen=True, eq=False)
+class Wrapped:
+    """The images of a source, in its order; subclasses change how they are named or read."""
+
+    base: Source
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes."""
+        return self.base.classes
+
+    @property
+    def labels(self) -> Labels:
+        """The class of every image."""
+        return self.base.labels
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self.base)
+
+    def name(self, index: int) -> str:
+        """Return a readable name of an image."""
+        return self.base.name(index)
+
+    def read(self, index: int) -> bytes | Pixels:
+        """Return an image as it is stored."""
+        return self.base.read(index)
+
+    def stamp(self, index: int) -> tuple[int, int]:
+        """Return two numbers that change when the stored image does."""
+        return self.base.stamp(index)
+
+
 @dataclass(frozen=True)
 class Arrays:
     """Images in memory: (images, height, width) or (images, height, width, channels)."""
