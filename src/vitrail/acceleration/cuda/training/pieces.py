@@ -10,8 +10,6 @@ DDP calls this module; the module calls compiled functions. Compiling DDP itself
 which torch 2.11 cannot do for a hand-written backward pass.
 """
 
-from typing import cast
-
 import torch
 from torch import Tensor, nn
 
@@ -42,4 +40,4 @@ class FusedPieces(nn.Module):
             tokens, places = self.stem(x)
             for piece in pieces:
                 tokens = self.encode(piece, tokens, places)
-            return cast("Tensor", self.finish(last, tokens, places))
+            return self.finish(last, tokens, places)
