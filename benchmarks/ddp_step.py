@@ -26,7 +26,7 @@ from typing import NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from vitrail.acceleration.cuda.training.model import FusedTraining
 from vitrail.acceleration.cuda.training.pieces import BLOCKS_PER_PIECE, FusedPieces

@@ -110,7 +110,7 @@ def order(ranks: Ranks) -> list[str]:
     """Return for each of three steps in which order buckets are reduced (b) and the stem's backward pass starts (s)."""
     events: list[str] = []
 
-    def reduced(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    def reduced(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         events.append("b")
         return allreduce_hook(group, bucket)
 
