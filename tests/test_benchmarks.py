@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py: option errors and loss curves; benchmarks/pretraining.py: all rows are measured."""
+"""benchmarks/gpu.py: option errors and loss curves; pretraining.py and ddp_step.py: all rows are measured."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import gpu, pretraining
+from benchmarks import ddp_step, gpu, pretraining
 from tests.support.peers import import_peer
 
 from vitrail.errors import ConfigError
@@ -144,3 +144,28 @@ def test_a_benchmark_of_no_steps_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys, "argv", ["pretraining.py", "--steps", "0"])
     with pytest.raises(ConfigError, match="--steps is 0; give 1 or more"):
         pretraining.main()
+
+
+# ── benchmarks/ddp_step.py ──
+
+
+@pytest.mark.slow
+def test_steps_under_ddp_are_compared_with_those_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--tiny", "--device", "cpu", "--eager", "--all", "--blocks", "1", "3", "--rounds", "2", "--steps", "1"]
+    monkeypatch.setattr(sys, "argv", ["ddp_step.py", *words, "--json", str(tmp_path / "rows")])
+    ddp_step.main()
+    rows = {row["name"]: row for row in json.loads((tmp_path / "rows").read_text())["rows"]}
+    assert list(rows) == [
+        *("alone", "DDP 1", "DDP 3", "alone, no CUDA graphs", "pieces 1", "pieces 3", "standard model, DDP"),
+    ]
+    assert rows["alone"]["ratio"] == 1
+    assert all(row["step_ms"] >= row["host_ms"] > 0 and row["ratio"] > 0 for row in rows.values())
+    assert not torch.distributed.is_initialized()
+
+
+def test_pieces_without_blocks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["ddp_step.py", "--blocks", "2", "0"])
+    with pytest.raises(ConfigError, match="--blocks is 0; give 1 or more"):
+        ddp_step.main()

@@ -107,7 +107,14 @@ def test_inference(hardware: Hardware, config: ViTConfig, precision: str, line: 
         (HOPPER, PLAIN, {}, "fused CUDA path, compiled, bf16, CUDA graphs"),
         (HOPPER, PLAIN, {"gradient_accumulation": 2}, "fused CUDA path, compiled, bf16"),
         (HOPPER, PLAIN, {"deterministic": True}, "compiled, bf16: the fused path is not deterministic"),
-        (HOPPER, PLAIN, {"alone": False}, "compiled, bf16: the fused path runs on one rank"),
+        (
+            HOPPER,
+            PLAIN,
+            {"alone": False},
+            "fused CUDA path, compiled, bf16: in pieces without CUDA graphs, so that gradients are reduced during the "
+            "backward pass",
+        ),
+        (HOPPER, PLAIN, {"sharded": True}, "compiled, bf16: the fused path does not support sharded models"),
         (HOPPER, ROTARY, {}, "compiled, bf16: the fused path does not support rotary positions"),
         (HOPPER, PLAIN, {"adapters": True}, "compiled, bf16: the fused path does not support LoRA adapters"),
         (HOPPER, PLAIN, {"compiled": False}, "eager, bf16"),
@@ -275,12 +282,13 @@ def test_every_training_plan(
         gradient_checkpointing=checkpointing, gradient_accumulation=accumulation, alone=alone,
     )  # fmt: skip
     lacks = unsupported_by_fused_training(config)
-    runs = hardware in (HOPPER, ADA, AMPERE) and precision == "bf16" and alone and not (deterministic or lacks)
+    runs = hardware in (HOPPER, ADA, AMPERE) and precision == "bf16" and not (deterministic or lacks)
     fused = runs and compiled and (can_checkpoint() or not checkpointing)
     assert plan.path == ("fused_training" if fused else "compiled" if compiled else "eager")
     assert plan.precision == precision
-    assert plan.graphs == (fused and accumulation == 1)
-    assert bool(plan.reason) == (plan.path == "compiled") or not compiled
+    assert plan.graphs == (fused and alone and accumulation == 1)
+    assert plan.pieces == (fused and not alone)
+    assert bool(plan.reason) == (plan.path == "compiled" or plan.pieces) or not compiled
     assert str(plan).startswith(f"{TITLES[plan.path]}, {precision}")
 
 

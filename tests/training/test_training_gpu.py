@@ -1,12 +1,18 @@
 """Training on CUDA, with asynchronous metrics. Run by hand with `make test-gpu`; CI has no GPU."""
 
+import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests.support.fused_ranks import CASES as RANK_CASES
+from tests.support.fused_ranks import too_large
 from tests.support.plain_loss import plain_loss
 from tests.support.reference_training import CASES, EXACT, batches, begin, tiny
+from tests.support.torchrun import environment, losses
 
 from vitrail.acceleration.cuda.training.model import FusedTraining
 from vitrail.acceleration.planner import ExecutionPlan
@@ -142,3 +148,44 @@ def test_a_run(compiled: str, on_device: str, tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == list(range(1, 41))
     assert sum(row["loss"] for row in rows[-5:]) < sum(row["loss"] for row in rows[:5])
     assert (tmp_path / "run" / "result.json").exists()
+
+
+# ── the fused path on several ranks ──
+
+
+def by_ranks(count: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a module on several ranks, which share one GPU."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count), "-m", "--", *words]
+    return subprocess.run(
+        [sys.executable, *torchrun],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+        env=environment(),
+        cwd=Path(__file__).parents[2],
+    )
+
+
+@pytest.mark.parametrize(("ranks", "backend"), [(2, "gloo"), (1, "nccl")])
+def test_ranks_on_the_fused_path_update_as_one(ranks: int, backend: str) -> None:
+    """Two ranks share the GPU; NCCL has a world size of 1. Gradients are reduced during the backward pass."""
+    done = by_ranks(ranks, "tests.support.fused_ranks", "cuda:0", "inductor")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    print(found)  # the differences; see them with pytest -s
+    assert found["backend"] == backend
+    assert found["differences"].keys() == RANK_CASES.keys()
+    assert too_large(found["differences"]) == {}
+    assert [step.startswith("b") for step in found["order"]] == [False, True, True], found["order"]
+
+
+def test_a_run_of_two_ranks_takes_the_fused_path(tmp_path: Path) -> None:
+    words = [word for change in (*SMALL, "compile=true", "gradient_accumulation=2") for word in ("--set", change)]
+    given = ["--run", str(tmp_path / "run"), "--device", "cuda:0", "--workers", "0"]
+    done = by_ranks(2, "vitrail", "train", "digits", *given, *words)
+    assert done.returncode == 0, done.stderr
+    assert "fused CUDA path, compiled, bf16: in pieces" in done.stdout + done.stderr
+    found = losses(tmp_path / "run")
+    assert len(found) == 40
+    assert sum(found[-5:]) < sum(found[:5])

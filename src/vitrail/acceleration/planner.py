@@ -42,6 +42,9 @@ MAX_SHORT = 272
 SHORT_BY_HEAD_WIDTH = {16: 128, 32: 128, 64: 272, 128: 128}
 """The longest sequence that they support, for each supported head width."""
 
+IN_PIECES = "in pieces without CUDA graphs, so that gradients are reduced during the backward pass"
+"""How several ranks compile the fused training path."""
+
 
 # ── hardware ──
 
@@ -175,6 +178,8 @@ class ExecutionPlan(NamedTuple):
     path, apart from fp8, which needs calibration images, and from `compile`, which is the user's choice."""
     cpu_threads: bool = False
     """Whether batches are split between CPU threads."""
+    pieces: bool = False
+    """Whether the model is compiled in pieces, so that DDP reduces gradients during the backward pass."""
 
     def __str__(self) -> str:
         """Return the plan as one line."""
@@ -266,10 +271,11 @@ def plan_training(
     gradient_accumulation: int = 1,
     adapters: bool = False,
     alone: bool = True,
+    sharded: bool = False,
     pretraining: bool = False,
     two_heads: bool = False,
 ) -> ExecutionPlan:
-    """Plan training; `alone`: one rank.
+    """Plan training; `alone`: one rank; `sharded`: each rank holds a slice of the model.
 
     `adapters`: the model has LoRA adapters; `pretraining`: without labels, where the module is more than the model;
     `two_heads`: the heads of class and distillation token learn different targets.
@@ -285,14 +291,15 @@ def plan_training(
         (not hardware.fast_bf16, "the fused path needs a GPU that is fast in bf16, Ampere or later"),
         (precision != "bf16", "the fused path needs bf16"),
         (deterministic, "the fused path is not deterministic"),
-        # torch 2.11 cannot split a custom backward pass, as DDP's gradient buckets need.
-        (not alone, "the fused path runs on one rank"),
+        (sharded, "the fused path does not support sharded models"),
         (pretraining, "the fused path does not support pretraining"),
         (two_heads, "the fused path does not separate the heads of class and distillation token"),
         (gradient_checkpointing and not can_checkpoint(), "torch before 2.12 cannot checkpoint the fused path"),
     ) or _why_not_fused(hardware, lacks)
     if reason:
         return ExecutionPlan("compiled", precision, reason=reason)
+    if not alone:
+        return ExecutionPlan("fused_training", precision, reason=IN_PIECES, pieces=True)
     # A small model's kernels take less time than Python needs to launch them. But a graph's outputs must be freed
     # before it runs again, which accumulated gradients are not; and torch captures graphs in the main thread only.
     graphs = gradient_accumulation == 1 and threading.current_thread() is threading.main_thread()

@@ -65,14 +65,15 @@ def shard_if_needed(job: Job, limit: MemoryLimit) -> Job:
 def plan_cluster(job: Job, gpus: int, gpu_memory: int) -> ClusterPlan:
     """Forecast a step on several GPUs, without starting it."""
     ranks = job.context.ranks._replace(processes=Processes(0, gpus, 0))
-    whole = job._replace(context=replace(job.context, ranks=ranks, sharded=False))
+    execution = plan_step(job.plan.model, job.plan.recipe, job.precision, job.device, alone=gpus == 1)
+    whole = job._replace(context=replace(job.context, ranks=ranks, sharded=False, execution=execution))
     both = [_gpu_plan(one, gpu_memory) for one in (whole, _sharded_job(whole))]
     kind = "cuda" if job.device.type == "cuda" else "cpu"
     return ClusterPlan(gpus, gpu_memory, job.plan.batch, _parameters(job), job.precision, kind, both[0], both[1])
 
 
 def _sharded_job(job: Job) -> Job:
-    execution = plan_step(job.plan.model, job.plan.recipe, job.precision, job.device, alone=False)
+    execution = plan_step(job.plan.model, job.plan.recipe, job.precision, job.device, alone=False, sharded=True)
     return job._replace(context=replace(job.context, sharded=True, execution=execution))
 
 

@@ -85,7 +85,7 @@ def run_context(plan: TrainingPlan, splits: Splits, ranks: Ranks, workers: int |
         precision,
         _default_workers(device) if workers is None else workers,
         ranks,
-        plan_step(plan.model, plan.recipe, precision, device, alone=ranks.alone and not sharded),
+        plan_step(plan.model, plan.recipe, precision, device, alone=ranks.alone, sharded=sharded),
         sharded,
         resident_images(plan, splits),
     )

@@ -85,9 +85,12 @@ class Ranks(NamedTuple):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap the model in DistributedDataParallel, unless there is only one rank."""
-        if self.alone:
-            return model
-        return DistributedDataParallel(model, device_ids=[self.device.index] if self.device.type == "cuda" else None)
+        return model if self.alone else self.replicate(model)
+
+    def replicate(self, model: nn.Module, *, views: bool = False) -> DistributedDataParallel:
+        """Wrap the model in DistributedDataParallel; `views`: gradients are views of its buckets, so one copy less."""
+        devices = [self.device.index] if self.device.type == "cuda" else None
+        return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=views)
 
     def accumulating(self, forward: nn.Module, last: bool) -> AbstractContextManager[Any]:
         """Return a context for a micro-batch: gradients are all-reduced with the last one only."""

@@ -10,6 +10,7 @@ from torch.nn.attention import sdpa_kernel
 
 from vitrail.acceleration.cuda.attention import REPEATABLE, TRUSTED
 from vitrail.acceleration.cuda.training.model import FusedTraining
+from vitrail.acceleration.cuda.training.pieces import FusedPieces
 from vitrail.acceleration.planner import ExecutionPlan, hardware_of, plan_training
 from vitrail.data.augmentation.mixing import mix_pixels
 from vitrail.data.batches import Batch
@@ -30,9 +31,15 @@ from vitrail.training.state import State
 
 
 def plan_step(
-    config: ViTConfig, recipe: Recipe, precision: Precision, device: torch.device, *, alone: bool
+    config: ViTConfig,
+    recipe: Recipe,
+    precision: Precision,
+    device: torch.device,
+    *,
+    alone: bool,
+    sharded: bool = False,
 ) -> ExecutionPlan:
-    """Return the execution path of a run's steps."""
+    """Return the execution path of a run's steps; `alone`: one rank, which needs no DDP."""
     return plan_training(
         config,
         hardware_of(device),
@@ -43,6 +50,7 @@ def plan_step(
         gradient_accumulation=recipe.gradient_accumulation,
         adapters=recipe.lora.rank > 0,
         alone=alone,
+        sharded=sharded,
         pretraining=recipe.method is not None,
         two_heads=recipe.teacher is not None and config.distillation_token,
     )
@@ -55,6 +63,8 @@ def forward_of(model: nn.Module, execution: ExecutionPlan, ranks: Ranks) -> nn.M
     if execution.path == "eager":
         return ranks.wrap(model)
     if execution.path == "fused_training" and isinstance(model, ViT):
+        if execution.pieces:
+            return ranks.replicate(FusedPieces(model), views=True)
         mode = "reduce-overhead" if execution.graphs else None
         return torch.compile(FusedTraining(model), mode=mode)  # type: ignore[return-value]
     return torch.compile(ranks.wrap(model))  # type: ignore[return-value]

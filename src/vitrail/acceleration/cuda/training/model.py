@@ -51,15 +51,31 @@ class FusedTraining(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images (B, C, H, W) to logits (B, classes)."""
-        model = self.model
+        return self.finish(self.blocks, *self.stem(x))
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks, in order."""
+        return tuple(cast("Block", block) for block in self.model.blocks)
+
+    def stem(self, x: Tensor) -> tuple[Tensor, TokenPositions]:
+        """Map images to the tokens (B, T, D) of the first block, in the precision of the residual stream."""
         tokens, places = self._embed(x)
         if torch.is_autocast_enabled(x.device.type):
             tokens = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
-        *blocks, last = (cast("Block", block) for block in model.blocks)
+        return tokens, places
+
+    def encode(self, blocks: tuple[Block, ...], tokens: Tensor, places: TokenPositions) -> Tensor:
+        """Run blocks before the last one, on all tokens."""
         for block in blocks:
             tokens = self._run(_all_tokens, block, tokens, places)
-        one = pooled_token(model.config) is not None and not model.config.patch_dropout
-        return model._classify(self._run(_one_token if one else _all_tokens, last, tokens, places))
+        return tokens
+
+    def finish(self, blocks: tuple[Block, ...], tokens: Tensor, places: TokenPositions) -> Tensor:
+        """Run the last blocks and the head, giving logits."""
+        tokens = self.encode(blocks[:-1], tokens, places)
+        one = pooled_token(self.model.config) is not None and not self.model.config.patch_dropout
+        return self.model._classify(self._run(_one_token if one else _all_tokens, blocks[-1], tokens, places))
 
     def _embed(self, x: Tensor) -> tuple[Tensor, TokenPositions]:
         model, config = self.model, self.model.config
