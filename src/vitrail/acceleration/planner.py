@@ -272,13 +272,11 @@ def plan_training(
     adapters: bool = False,
     alone: bool = True,
     sharded: bool = False,
-    pretraining: bool = False,
-    two_heads: bool = False,
+    wrapped: bool = False,
 ) -> ExecutionPlan:
     """Plan training; `alone`: one rank; `sharded`: each rank holds a slice of the model.
 
-    `adapters`: the model has LoRA adapters; `pretraining`: without labels, where the module is more than the model;
-    `two_heads`: the heads of class and distillation token learn different targets.
+    `adapters`: the model has LoRA adapters; `wrapped`: the module is more than the model, as a pretraining method is.
     """
     if not compiled:
         low = {"float32": _why_not_low(hardware), "bf16": _why_slow(hardware), "fp16": ""}
@@ -292,8 +290,7 @@ def plan_training(
         (precision != "bf16", "the fused path needs bf16"),
         (deterministic, "the fused path is not deterministic"),
         (sharded, "the fused path does not support sharded models"),
-        (pretraining, "the fused path does not support pretraining"),
-        (two_heads, "the fused path does not separate the heads of class and distillation token"),
+        (wrapped and not alone, "on several ranks, the fused path trains classifiers with one head only"),
         (gradient_checkpointing and not can_checkpoint(), "torch before 2.12 cannot checkpoint the fused path"),
     ) or _why_not_fused(hardware, lacks)
     if reason:
@@ -301,9 +298,10 @@ def plan_training(
     if not alone:
         return ExecutionPlan("fused_training", precision, reason=IN_PIECES, pieces=True)
     # A small model's kernels take less time than Python needs to launch them. But a graph's outputs must be freed
-    # before it runs again, which accumulated gradients are not; and torch captures graphs in the main thread only.
+    # before it runs again, which accumulated gradients are not; and torch captures graphs in the main thread only. With
+    # pretraining they were not tried.
     graphs = gradient_accumulation == 1 and threading.current_thread() is threading.main_thread()
-    return ExecutionPlan("fused_training", precision, graphs=graphs)
+    return ExecutionPlan("fused_training", precision, graphs=graphs and not wrapped)
 
 
 def is_short(tokens: int, head_width: int) -> bool:

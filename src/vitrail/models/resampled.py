@@ -37,11 +37,16 @@ class ResampledForward(nn.Module):
         for name, matrix in resampling_matrices(config, new, method).items():
             self.register_buffer(f"{name}_matrix", matrix, persistent=False)
 
+    @property
+    def model(self) -> ViT:
+        """The model of the other size; its parameters are empty, those of the encoder take their place."""
+        return self._model[0]
+
     def forward(self, encoder: ViT, x: Tensor) -> Tensor:
         """Return what `encoder`, resized to the size of the images (B, C, h, w), would return."""
         tensors = {name: self._resampled(name, parameter) for name, parameter in encoder.named_parameters()}
         tensors |= dict(encoder.named_buffers()) | {name: self.get_buffer(name) for name in self._positions}
-        model = self._model[0].train(encoder.training)
+        model = self.model.train(encoder.training)
         if encoder.gradient_checkpointing and encoder.training:
             # Around the whole call: blocks that recompute later would no longer see these tensors.
             return checkpoint(functional_call, model, tensors, x, use_reentrant=False)  # type: ignore[no-any-return]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
 from vitrail.acceleration.cuda.attention import REPEATABLE, TRUSTED
+from vitrail.acceleration.cuda.training.in_place import fuse_in_place
 from vitrail.acceleration.cuda.training.model import FusedTraining
 from vitrail.acceleration.cuda.training.pieces import FusedPieces
 from vitrail.acceleration.planner import ExecutionPlan, hardware_of, plan_training
@@ -51,8 +52,7 @@ def plan_step(
         adapters=recipe.lora.rank > 0,
         alone=alone,
         sharded=sharded,
-        pretraining=recipe.method is not None,
-        two_heads=recipe.teacher is not None and config.distillation_token,
+        wrapped=recipe.method is not None or (recipe.teacher is not None and config.distillation_token),
     )
 
 
@@ -67,6 +67,8 @@ def forward_of(model: nn.Module, execution: ExecutionPlan, ranks: Ranks) -> nn.M
             return ranks.replicate(FusedPieces(model), views=True)
         mode = "reduce-overhead" if execution.graphs else None
         return torch.compile(FusedTraining(model), mode=mode)  # type: ignore[return-value]
+    if execution.path == "fused_training":
+        fuse_in_place(model)
     return torch.compile(ranks.wrap(model))  # type: ignore[return-value]
 
 

@@ -15,8 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrail.acceleration import planner
 from vitrail.acceleration.cuda.attention import for_training
+from vitrail.acceleration.cuda.training.block import _MixedNorm, _MixedSum
 from vitrail.acceleration.cuda.training.gradients import gelu_gradient, joined_gradient
-from vitrail.acceleration.cuda.training.model import FusedTraining, _MixedNorm, _MixedSum
+from vitrail.acceleration.cuda.training.model import FusedTraining
 from vitrail.acceleration.cuda.training.short_attention import short_attention, short_attention_gradient
 from vitrail.acceleration.planner import Hardware, can_checkpoint, hardware_of, is_short, unsupported_by_fused_training
 from vitrail.errors import ConfigError, InputError
@@ -349,7 +350,7 @@ def test_every_block_chooses_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None
         return attention(*args, **options)
 
     attention = F.scaled_dot_product_attention
-    monkeypatch.setattr("vitrail.acceleration.cuda.training.model.for_training", chosen)
+    monkeypatch.setattr("vitrail.acceleration.cuda.training.block.for_training", chosen)
     monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
     model, images, _ = model_and_batch("plain", depth=3)
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
@@ -491,8 +492,8 @@ def test_where_short_attention_is_used(
 
 def test_torch_attention_is_used_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.acceleration.cuda.training.model.hardware_of", lambda _: Hardware("cuda"))
-    monkeypatch.setattr("vitrail.acceleration.cuda.training.model.is_short", lambda *_: True)
-    monkeypatch.setattr("vitrail.acceleration.cuda.training.model.short_attention", lambda *_: pytest.fail("was taken"))
+    monkeypatch.setattr("vitrail.acceleration.cuda.training.block.is_short", lambda *_: True)
+    monkeypatch.setattr("vitrail.acceleration.cuda.training.block.short_attention", lambda *_: pytest.fail("was taken"))
     model, images, _ = model_and_batch("plain")
     with torch.autocast("cpu", torch.bfloat16):
         FusedTraining(model)(images)
@@ -508,8 +509,8 @@ def test_with_short_attention(kind: str, changes: dict[str, Any], monkeypatch: p
         taken.append(heads)
         return cast("tuple[Tensor, Tensor]", short_attention(qkv, heads))
 
-    monkeypatch.setattr("vitrail.acceleration.cuda.training.model.is_short", lambda *_: True)
-    monkeypatch.setattr("vitrail.acceleration.cuda.training.model.short_attention", short)
+    monkeypatch.setattr("vitrail.acceleration.cuda.training.block.is_short", lambda *_: True)
+    monkeypatch.setattr("vitrail.acceleration.cuda.training.block.short_attention", short)
     model, images, labels = model_and_batch(kind, depth=3, **changes)
     with torch.autocast("cpu", torch.bfloat16):
         result = gradients(model, FusedTraining(model), images, labels)
@@ -529,7 +530,7 @@ def test_with_short_attention(kind: str, changes: dict[str, Any], monkeypatch: p
 
 @pytest.mark.slow
 def test_short_attention_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitrail.acceleration.cuda.training.model.is_short", lambda *_: True)
+    monkeypatch.setattr("vitrail.acceleration.cuda.training.block.is_short", lambda *_: True)
     torch.compiler.reset()
     model, images, labels = model_and_batch("mean_of_all")
     compiled = torch.compile(FusedTraining(model), fullgraph=True, backend="aot_eager")
