@@ -37,7 +37,7 @@ from vitrail.inference.ray_cluster import RayOptions
 from vitrail.inference.skipped import SkippedFiles
 from vitrail.models.create import Description, ModelInfo, create, describe, list_models
 from vitrail.reports.report import report, report_of_finished
-from vitrail.runtime import OnPlan, OnProgress, Precision, autocast, choose_device, on_stage
+from vitrail.runtime import OnPlan, OnProgress, PrecisionChoice, autocast, choose_device, on_stage
 from vitrail.serving.settings import Settings
 from vitrail.tasks.classification import ClassPrediction
 from vitrail.tasks.classification_metrics import ClassificationMetrics
@@ -191,7 +191,7 @@ def evaluate(
     split: Literal["test", "val", "train", "all"] | None = None,
     by_number: bool = False,
     device: str = "auto",
-    precision: Precision = "float32",
+    precision: PrecisionChoice = "auto",
     batch: int = 64,
     workers: int | None = None,
     overrides: Mapping[str, Any] | None = None,
@@ -206,7 +206,7 @@ def evaluate(
     was trained on it. `by_number` matches classes by index instead of by name. `bad` lists unreadable images.
     `overrides` and `keys` are those of `load`.
     """
-    autocast(choose_device(device), precision)  # fail early on a wrong device or precision
+    autocast(choose_device(device), "float32" if precision == "auto" else precision)  # fail early if one is wrong
     bundle = ready_bundle(model, overrides=overrides, keys=keys)
     record = recorded_split(bundle.origin)
     chosen = choose_images(data, split, record=record, on_progress=on_stage(on_progress, "listing"))

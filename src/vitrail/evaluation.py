@@ -2,24 +2,26 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vitrail.acceleration.auto import IMAGES, open_best, plan_text
 from vitrail.acceleration.engine import CapturedModel, prepare
 from vitrail.acceleration.planner import plan_of
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.data.batches import BadImage, Batch, evaluation_batches
+from vitrail.data.batches import BadImage, Batch, evaluation_batches, first_images
 from vitrail.data.batches import Evaluation as EvaluationData
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.contents import recorded_contents
 from vitrail.data.sources.selection import Selection, seen_in_training
 from vitrail.data.sources.source import Source
 from vitrail.errors import DataError, Diverged
-from vitrail.runtime import OnPlan, Precision, autocast, choose_device, eval_mode
-from vitrail.tasks.lookup import CLASSIFICATION, task_of
+from vitrail.runtime import OnPlan, Precision, PrecisionChoice, autocast, choose_device, eval_mode
+from vitrail.tasks.lookup import CLASSIFICATION, compare_for, task_of
 from vitrail.tasks.metrics import HELD_OUT, TRAINING, Metrics
 from vitrail.tasks.task import Predictions, Task
 
@@ -29,7 +31,7 @@ def evaluate_bundle(
     source: Source,
     *,
     device: str = "auto",
-    precision: Precision = "float32",
+    precision: PrecisionChoice = "float32",
     batch: int = 64,
     workers: int | None = None,
     by_number: bool = False,
@@ -47,24 +49,47 @@ def evaluate_bundle(
     source = task.match(source, bundle.classes, bundle.model.config.classes, by_number=by_number)
     bundle.announce()
     target = choose_device(device)
-    plan = plan_of(bundle.model.to(target), precision, "evaluate")
+    ready, plan = _ready(bundle, source, target, precision)
     if on_plan is not None:
-        on_plan(str(plan))
-    model = prepare(bundle.model, plan)
+        on_plan(plan)
     data = EvaluationData(source, bundle.preprocess, batch, bad_files="skip")
     batches = evaluation_batches(data, workers=workers, pin=target.type == "cuda")
     if on_progress is not None:
         batches = _with_progress(batches, on_progress, len(source))
     return evaluate(
-        CapturedModel(model, target, precision) if plan.graphs else model,
+        ready.model,
         batches,
         source,
         preprocess=bundle.preprocess,
         device=target,
-        precision=precision,
+        precision=ready.precision,
         kind=kind,
         task=task,
     )
+
+
+class _ReadyModel:
+    """A model prepared for a device and a precision."""
+
+    def __init__(self, bundle: Bundle, device: torch.device, precision: Precision) -> None:
+        self.preprocess, self.device, self.precision = bundle.preprocess, device, precision
+        self.plan = plan_of(bundle.model.to(device), precision, "evaluate")
+        prepared = prepare(bundle.model, self.plan)
+        self.model = CapturedModel(prepared, device, precision) if self.plan.graphs else prepared
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Return the outputs for images (B, C, H, W)."""
+        with eval_mode(self.model), torch.inference_mode(), autocast(self.device, self.precision):
+            outputs: Tensor = self.model(self.preprocess.normalise(pixels.to(self.device))).float()
+        return outputs.cpu()
+
+
+def _ready(bundle: Bundle, source: Source, device: torch.device, precision: PrecisionChoice) -> tuple[_ReadyModel, str]:
+    """Return the model in the precision that was asked for, or that is best for these images, and how it computes."""
+    open_for, config = partial(_ReadyModel, bundle, device), bundle.model.config
+    first = partial(first_images, source, bundle.preprocess, IMAGES)
+    ready, why = open_best(open_for, precision, config, len(source), first, device, compare_for(bundle))
+    return ready, plan_text(ready.plan, why)
 
 
 def evaluate_chosen(
@@ -73,7 +98,7 @@ def evaluate_chosen(
     record: Mapping[str, Any] | None,
     *,
     device: str = "auto",
-    precision: Precision = "float32",
+    precision: PrecisionChoice = "float32",
     batch: int = 64,
     workers: int | None = None,
     by_number: bool = False,

@@ -22,6 +22,8 @@ from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[att
 from vitrail.errors import ConfigError, suggest
 
 Precision = Literal["float32", "bf16", "fp16"]
+PrecisionChoice = Precision | Literal["auto"]
+"""`auto`: bf16 if it is faster on the device and gives the same results, else float32."""
 OnProgress = Callable[[str, int, int | None], None]
 """Called with what is being done, such as "listing", how many are done, and the total if it is known."""
 OnPlan = Callable[[str], None]

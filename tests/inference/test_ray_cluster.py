@@ -76,7 +76,6 @@ def test_without_ray_the_error_names_the_package(
         (("--ray-workers", 2), "--ray-workers and --chunk need a cluster; add --ray local or its address"),
         (("--ray", "local"), "written to a folder of Parquet files; name it with --output"),
         (("--ray", "local", "-o", "out", "--format", "csv"), "written to a folder of Parquet files"),
-        (("--ray", "local", "-o", "out", "--precision", "auto"), "with --ray, a precision is needed"),
     ],
 )
 def test_options_that_do_not_fit_ray(run: RunCommand, tmp_path: Path, words: tuple[object, ...], message: str) -> None:

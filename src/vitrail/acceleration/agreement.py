@@ -49,3 +49,10 @@ def compare_outputs(exact: Tensor, quick: Tensor) -> Agreement:
     """Compare outputs relative to the largest one."""
     largest = max(float(exact.abs().max()), 1e-12)
     return Agreement(len(exact), float((exact - quick).abs().max()) / largest)
+
+
+def compare_features(exact: Tensor, quick: Tensor) -> Agreement:
+    """Compare feature vectors (B, …, D): the largest distance between two, relative to the length of the exact one."""
+    lengths = exact.norm(dim=-1).clamp_min(1e-12)
+    change = float(((exact - quick).norm(dim=-1) / lengths).max())
+    return Agreement(len(exact), change, "a feature vector", "feature vectors")

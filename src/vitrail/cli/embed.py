@@ -46,7 +46,10 @@ def embed(
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:1 or mps.")] = "auto",
-    precision: Annotated[str, typer.Option(help="Precision: float32, bf16 or fp16.")] = "float32",
+    precision: Annotated[
+        str,
+        typer.Option(help="Precision: float32, bf16, fp16, or auto: bf16 if it is faster and gives the same results."),
+    ] = "auto",
     override: Overrides = None,
     keys: Keys = None,
     resume: Annotated[bool, typer.Option("--resume", help="With --ray: resume an interrupted command.")] = False,

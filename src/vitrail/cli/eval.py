@@ -37,7 +37,10 @@ def eval(
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 64,
     device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:1 or mps.")] = "auto",
-    precision: Annotated[str, typer.Option(help="Precision: float32, bf16 or fp16.")] = "float32",
+    precision: Annotated[
+        str,
+        typer.Option(help="Precision: float32, bf16, fp16, or auto: bf16 if it is faster and gives the same results."),
+    ] = "auto",
     workers: Annotated[
         int | None,
         typer.Option(

@@ -51,7 +51,10 @@ def predict(
     ] = None,
     device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:1 or mps.")] = "auto",
     engine: Annotated[str, typer.Option(help="Engine: torch, onnx or openvino.")] = "torch",
-    precision: Annotated[str, typer.Option(help="Precision: float32, bf16, fp16 or auto.")] = "float32",
+    precision: Annotated[
+        str,
+        typer.Option(help="Precision: float32, bf16, fp16, or auto: bf16 if it is faster and gives the same results."),
+    ] = "auto",
     override: Overrides = None,
     keys: Keys = None,
     null: Annotated[

@@ -239,6 +239,14 @@ def evaluation_batches(
     yield from checked_batches(data, range(len(data)), workers, pin, method)
 
 
+def first_images(source: Source, preprocess: Preprocess, count: int) -> Tensor:
+    """Return the readable ones of the first images, (B, C, H, W)."""
+    data = Evaluation(source, preprocess, min(count, len(source)), bad_files="skip")
+    (batch,) = checked_batches(data, range(1), 0, False, None)
+    pixels: Tensor = batch.pixels
+    return pixels
+
+
 def checked_batches(
     data: Dataset[Any], numbers: range, workers: int | None, pin: bool, method: str | None
 ) -> Iterator[Any]:

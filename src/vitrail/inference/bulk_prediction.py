@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from vitrail.acceleration.auto import choose_precision
+from vitrail.acceleration.auto import open_best
 from vitrail.acceleration.cpu.threads import LARGEST, CpuThreads
 from vitrail.acceleration.engine import Engine, TorchEngine, open_engine
 from vitrail.checkpoints.bundle import Bundle
@@ -296,6 +296,9 @@ def resolve_precision(
     def engine_for(tried: Precision) -> Engine:
         return open_engine(bundle.model, bundle.preprocess, kind=kind, precision=tried, device=device)
 
-    pixels = _checked(Decoding(bundle.preprocess)[first]).pixels
-    engine, why = choose_precision(engine_for, pixels, device, compare_for(bundle))
+    def pixels() -> Tensor:
+        return _checked(Decoding(bundle.preprocess)[first]).pixels
+
+    config, compare = bundle.model.config, compare_for(bundle)
+    engine, why = open_best(engine_for, "auto", config, len(first), pixels, device, compare)
     return engine, chain(first, items), why

@@ -38,7 +38,7 @@ from vitrail.inference.features import (
     nothing_to_read,
 )
 from vitrail.inference.ray_cluster import RayOptions
-from vitrail.runtime import OnPlan, OnProgress, Precision, on_stage
+from vitrail.runtime import OnPlan, OnProgress, PrecisionChoice, on_stage
 
 
 class EmbedResult(NamedTuple):
@@ -68,7 +68,7 @@ def embed(
     batch: int = 64,
     workers: int | None = None,
     device: str = "auto",
-    precision: Precision = "float32",
+    precision: PrecisionChoice = "auto",
     overrides: Mapping[str, Any] | None = None,
     keys: str | Path | None = None,
     resume: bool = False,
@@ -94,7 +94,7 @@ def embed(
     batch: int = 64,
     workers: int | None = None,
     device: str = "auto",
-    precision: Precision = "float32",
+    precision: PrecisionChoice = "auto",
     overrides: Mapping[str, Any] | None = None,
     keys: str | Path | None = None,
     resume: bool = False,
@@ -119,7 +119,7 @@ def embed(
     batch: int = 64,
     workers: int | None = None,
     device: str = "auto",
-    precision: Precision = "float32",
+    precision: PrecisionChoice = "auto",
     overrides: Mapping[str, Any] | None = None,
     keys: str | Path | None = None,
     resume: bool = False,

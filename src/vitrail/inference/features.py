@@ -10,19 +10,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from vitrail.acceleration.agreement import compare_features
+from vitrail.acceleration.auto import IMAGES, open_best, plan_text
 from vitrail.acceleration.casting import cast_once
 from vitrail.acceleration.cuda.inference.encoder import EncoderPrecision
 from vitrail.acceleration.cuda.inference.model import FastModel
 from vitrail.acceleration.planner import ExecutionPlan, plan_of
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.data.batches import BadImage, Batch, Evaluation, evaluation_batches
+from vitrail.data.batches import BadImage, Batch, Evaluation, evaluation_batches, first_images
 from vitrail.data.sources.source import Source
 from vitrail.errors import ConfigError, DataError, suggest
 from vitrail.evaluation import check_finite
 from vitrail.models.checks import read_layer
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
-from vitrail.runtime import OnPlan, Precision, autocast, choose_device, eval_mode
+from vitrail.runtime import OnPlan, Precision, PrecisionChoice, autocast, choose_device, eval_mode
 
 FeatureKind = Literal["pooled", "class", "patches", "registers"]
 FEATURE_KINDS: tuple[FeatureKind, ...] = get_args(FeatureKind)
@@ -121,7 +123,7 @@ class ComputeOptions:
     """Device, precision, batch size and workers."""
 
     device: str = "auto"
-    precision: Precision = "float32"
+    precision: PrecisionChoice = "float32"
     batch: int = 64
     workers: int | None = None
     """Decoding processes; None: one per core."""
@@ -133,7 +135,8 @@ class ComputeOptions:
     def check(self) -> torch.device:
         """Raise for an unavailable device or precision; return the device."""
         place = choose_device(self.device)
-        autocast(place, self.precision)
+        if self.precision != "auto":
+            autocast(place, self.precision)
         return place
 
 
@@ -158,10 +161,17 @@ class FeatureModel:
 
     def __init__(self, bundle: Bundle, request: FeatureRequest, how: ComputeOptions = DEFAULT_COMPUTE) -> None:
         request.check(bundle.model.config)
-        self.device = how.check()
-        self.request, self.how, self.preprocess = request, how, bundle.preprocess
-        self.plan = plan_of(bundle.model.to(self.device), how.precision, "features")
+        self.device, self.request, self.how, self.preprocess = how.check(), request, how, bundle.preprocess
+        self.precision: Precision = "float32" if how.precision == "auto" else how.precision
+        self.plan = plan_of(bundle.model.to(self.device), self.precision, "features")
         self.model = request.ready(bundle.model, self.plan)
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Return the features of images (B, C, H, W); the model must be in eval mode."""
+        # Only here, so that the caller's code between two batches runs in its own mode.
+        with torch.inference_mode(), autocast(self.device, self.precision):
+            pixels = pixels.to(self.device, non_blocking=True)
+            return self.request.take(self.model, self.preprocess.normalise(pixels)).cpu()
 
     def batches(self, source: Source) -> Iterator[FeatureBatch]:
         """Yield the features of every image once, in order."""
@@ -178,21 +188,35 @@ class FeatureModel:
     def _compute(self, images: Batch, source: Source) -> NDArray[np.float32]:
         if not len(images.labels):
             return np.zeros((0, *self.request.shape(self.model.config)), np.float32)
-        # Only here, so that the caller's code between two batches runs in its own mode.
-        with torch.inference_mode(), autocast(self.device, self.how.precision):
-            computed = self.request.take(self.model, self.preprocess.normalise(images.to(self.device).pixels))
-            check_finite(computed.flatten(1), images.indices, source.name, self.how.precision)
-            features: NDArray[np.float32] = computed.cpu().numpy()
-            return features
+        computed = self(images.pixels)
+        check_finite(computed.flatten(1), images.indices, source.name, self.precision)
+        return computed.numpy()
+
+
+def open_features(
+    bundle: Bundle, source: Source, request: FeatureRequest, how: ComputeOptions
+) -> tuple[FeatureModel, str]:
+    """Return the model in the precision that was asked for, or that is best for these images, and how it computes."""
+
+    def open_for(precision: Precision) -> FeatureModel:
+        return FeatureModel(bundle, request, replace(how, precision=precision))
+
+    def first() -> Tensor:
+        return first_images(source, bundle.preprocess, IMAGES)
+
+    config = bundle.model.config
+    with eval_mode(bundle.model):
+        ready, why = open_best(open_for, how.precision, config, len(source), first, how.check(), compare_features)
+    return ready, plan_text(ready.plan, why)
 
 
 def feature_batches(
     bundle: Bundle, source: Source, request: FeatureRequest, how: ComputeOptions = DEFAULT_COMPUTE
 ) -> Iterator[FeatureBatch]:
     """Yield the features of every image once, in order; the bundle's model is moved to the device."""
-    ready = FeatureModel(bundle, request, how)
+    ready, plan = open_features(bundle, source, request, how)
     if how.on_plan is not None:
-        how.on_plan(str(ready.plan))
+        how.on_plan(plan)
     yield from ready.batches(source)
 
 

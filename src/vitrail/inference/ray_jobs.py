@@ -38,7 +38,7 @@ from vitrail.inference.listing import list_items, nothing_listed, read_stdin
 from vitrail.inference.ray_cluster import Placement, RayOptions, connected, nodes_of, place_workers
 from vitrail.inference.skipped import SkippedFiles
 from vitrail.inference.writing import Sink
-from vitrail.runtime import OnPlan, Precision
+from vitrail.runtime import OnPlan, PrecisionChoice
 from vitrail.tasks.lookup import task_of
 
 AHEAD = 2
@@ -78,9 +78,7 @@ def predict_on_ray(
     options = options_of(ray)
     if output is None or format not in (None, "parquet"):
         raise ConfigError("with --ray, predictions are written to a folder of Parquet files; name it with --output")
-    if precision == "auto":
-        raise ConfigError("with --ray, a precision is needed, because workers may differ; use float32, bf16 or fp16")
-    task, used = task_of(bundle), check_precision(precision)
+    task, used = task_of(bundle), check_precision(precision)  # auto is float32: workers may differ
     folder = ChunkFolder(output, resume=resume, overwrite=overwrite)
     with _pool(options, device, folder) as pool:
         skipped, top = SkippedFiles(), min(top, bundle.model.config.classes)
@@ -115,7 +113,7 @@ def embed_on_ray(
     batch: int,
     workers: int | None,
     device: str,
-    precision: Precision,
+    precision: PrecisionChoice,
     resume: bool,
     overwrite: bool,
     on_progress: OnCount | None,
@@ -126,14 +124,14 @@ def embed_on_ray(
     if output is None:
         raise ConfigError("with --ray, features are written to a folder of Parquet files; name it with --output")
     check_dtype(dtype)
-    check_precision(precision)
+    used = check_precision(precision)  # auto is float32: workers may differ
     request.check(bundle.model.config)
     folder = ChunkFolder(output, resume=resume, overwrite=overwrite)
     with _pool(options, device, folder) as pool, folder:
-        settings = {**asdict(request), "dtype": dtype, "precision": precision}
+        settings = {**asdict(request), "dtype": dtype, "precision": used}
         columns, chunk = ("index", "name", "label", "features"), _chunk_size(options, folder)
         job = _job("embed", bundle, _digest_names(source), len(source), chunk, columns, settings)
-        work = EmbedWork(job, folder.path.absolute(), bundle, source, request, batch, precision, dtype)
+        work = EmbedWork(job, folder.path.absolute(), bundle, source, request, batch, used, dtype)
         records, _, _ = _run(pool, folder, job, work, workers, on_progress, on_plan)
     bad = [BadImage(*image) for record in records for image in record.unread]
     rows = sum(record.rows for record in records)
