@@ -169,6 +169,7 @@ def test_rotation_and_affine_stay_within_their_limits() -> None:
 @pytest.mark.parametrize("form", ["image", "array"])
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_crop_and_flip_match_torchvision(mode: str, form: str) -> None:
+    """Arrays in colour are resized by torch's kernel: at most one grey level apart."""
     functional = import_peer("torchvision.transforms.functional")
     image = photograph(120, 160, mode)
     inputs = image if form == "image" else np.asarray(image)
@@ -181,7 +182,8 @@ def test_crop_and_flip_match_torchvision(mode: str, form: str) -> None:
             expected = functional.hflip(expected)
         actual = apply(drawn, inputs, (48, 64))
         assert actual.shape == (48, 64, 3 if mode == "RGB" else 1)
-        assert np.array_equal(actual.squeeze(), np.asarray(expected))
+        apart = np.abs(actual.squeeze().astype(int) - np.asarray(expected))
+        assert apart.max() <= (1 if (mode, form) == ("RGB", "array") else 0)
     assert 0 < flips < 20
 
 

@@ -17,6 +17,7 @@ from vitrail.data.augmentation.colours import Matrix
 from vitrail.data.augmentation.crops import Beyond, Box
 from vitrail.data.augmentation.draws import below, between, draws
 from vitrail.data.augmentation.randaugment import Operation, RandAugment
+from vitrail.data.augmentation.vectorised import flipped
 from vitrail.data.decode import extent
 from vitrail.data.preprocess import Interpolation
 from vitrail.errors import ConfigError, InputError, suggest
@@ -275,7 +276,7 @@ def apply(plan: AugmentationPlan, image: Image.Image | NDArray[Any], size: tuple
     else:
         shaped = _shaped(plan, image, size)
         for operation in plan.operations:
-            shaped = randaugment.perform(operation, shaped, plan.fill)
+            shaped = randaugment.perform(operation, _pillow(shaped), plan.fill)
         pixels = np.array(shaped)
     pixels = pixels[:, :, None] if pixels.ndim == 2 else pixels
     if plan.erased is not None:
@@ -299,19 +300,28 @@ def _noise(seed: int, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     return draws(seed, 0, "erasing").integers(0, 256, shape, dtype=np.uint8)
 
 
-def _shaped(plan: AugmentationPlan, image: Image.Image | NDArray[np.uint8], size: tuple[int, int]) -> Image.Image:
+def _shaped(
+    plan: AugmentationPlan, image: Image.Image | NDArray[np.uint8], size: tuple[int, int]
+) -> Image.Image | NDArray[np.uint8]:
     """Apply the geometric part: crop and resize, flip, warp."""
     shaped = _resized(plan, image, size)
-    if plan.flip:
-        shaped = shaped.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    if plan.flip_vertical:
-        shaped = shaped.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
-    if plan.warp is not None:
-        shaped = colours.affine(shaped, plan.warp, plan.fill)
-    return shaped
+    if isinstance(shaped, np.ndarray):
+        shaped = flipped(shaped, plan.flip, plan.flip_vertical)
+    else:
+        if plan.flip:
+            shaped = shaped.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        if plan.flip_vertical:
+            shaped = shaped.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+    return shaped if plan.warp is None else colours.affine(_pillow(shaped), plan.warp, plan.fill)
 
 
-def _resized(plan: AugmentationPlan, image: Image.Image | NDArray[np.uint8], size: tuple[int, int]) -> Image.Image:
+def _pillow(image: Image.Image | NDArray[np.uint8]) -> Image.Image:
+    return image if isinstance(image, Image.Image) else Image.fromarray(np.ascontiguousarray(image))
+
+
+def _resized(
+    plan: AugmentationPlan, image: Image.Image | NDArray[np.uint8], size: tuple[int, int]
+) -> Image.Image | NDArray[np.uint8]:
     """Crop the box and resize it; the box is scaled if the image was decoded at a reduced scale."""
     height, width = image.size[::-1] if isinstance(image, Image.Image) else image.shape[:2]
     if plan.box is None:
@@ -319,7 +329,7 @@ def _resized(plan: AugmentationPlan, image: Image.Image | NDArray[np.uint8], siz
             raise InputError(
                 f"without a crop, the image must already be resized: it is {height}×{width}, not {size[0]}×{size[1]}"
             )
-        return image if isinstance(image, Image.Image) else Image.fromarray(np.ascontiguousarray(image))
+        return image
     top, left, box_height, box_width = plan.box
     down, across = extent(plan.height, height) / plan.height, extent(plan.width, width) / plan.width
     box = Box(top * down, left * across, box_height * down, box_width * across)

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitrail.data.augmentation.draws import below, between
+from vitrail.data.augmentation.vectorised import can_resize, resized
 
 Range = tuple[float, float]
 Beyond = Literal["nothing", "fill", "mirror"]
@@ -131,8 +132,8 @@ def cut(
     resample: Image.Resampling,
     beyond: Beyond = "nothing",
     fill: int = 0,
-) -> Image.Image:
-    """Crop a box and resize it to `size`, (height, width).
+) -> Image.Image | NDArray[np.uint8]:
+    """Crop a box and resize it to `size`, (height, width); an array where the vectorised kernel is used.
 
     Only the pixels of the box are read, except with `mirror`, which is equivalent to resizing the whole image before
     cropping: there, pixels next to the box contribute to its edges.
@@ -145,12 +146,12 @@ def cut(
     if beyond != "mirror":
         top, left = math.floor(rows.start), math.floor(columns.start)
         bottom, right = math.ceil(rows.end), math.ceil(columns.end)
-    region = _region(image, top, left, bottom, right)
-    made = region.resize(
-        (columns.last - columns.first, rows.last - rows.first),
-        resample,
-        box=(columns.start - left, rows.start - top, columns.end - left, rows.end - top),
-    )
+    target = (columns.last - columns.first, rows.last - rows.first)
+    inside = (columns.start - left, rows.start - top, columns.end - left, rows.end - top)
+    whole = inside == (0, 0, right - left, bottom - top) and target == size[::-1]
+    if whole and isinstance(image, np.ndarray) and can_resize(image, resample):
+        return resized(image[top:bottom, left:right], size, resample)
+    made = _region(image, top, left, bottom, right).resize(target, resample, box=inside)
     return made if made.size == size[::-1] else _extended(made, rows.first, columns.first, size, beyond, fill)
 
 
