@@ -281,3 +281,36 @@ def test_a_dataset_of_a_hub(written: Path, tmp_path: Path) -> None:
         gone = forked_commands.run("check", "hf://datasets/org/digits/none.tar", environment=environment)
         assert gone.returncode == 2
         assert "hf://datasets/org/digits/none.tar does not exist; correct the URL" in gone.stderr
+
+
+SECRET = "token=SECRET"
+
+
+@pytest.mark.parametrize("place", [PATTERN, "digits.parquet", "list.csv"])
+def test_secrets_stay_out_of_names_and_keys(server: FileServer, written: Path, place: str) -> None:
+    login = server.url.replace("//", "//me:SECRET@")
+    plain, local = open_data(f"{server.url}/{place}"), open_data(written / place)
+    signed, new_signature = (open_data(f"{login}/{place}?{token}") for token in (SECRET, "token=SECRET2"))
+    assert "SECRET" not in str(signed.record)
+    assert signed.record == new_signature.record == plain.record == local.record  # so a run can be resumed
+    names = [signed.train.name(index) for index in range(len(signed.train))]
+    assert len(set(names)) == len(names)
+    assert "SECRET" not in str(names)
+
+
+def test_signed_urls_in_a_manifest(server: FileServer, tmp_path: Path) -> None:
+    for name, url in {"signed": "images/{}.png?" + SECRET, "by-query": "images/1.png?number={}&" + SECRET}.items():
+        rows = [f"{server.url}/{url.format(number)},{number % 3}" for number in range(30)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["path,label", *rows]))
+    signed, by_query = (open_data(tmp_path / f"{name}.csv", per_class=3) for name in ("signed", "by-query"))
+    assert all(key.endswith(".png") for key in signed.record["names"]["train"])
+    keys = by_query.record["names"]["train"]
+    assert len(set(keys)) == len(keys) == 9
+    assert "SECRET" not in str([signed.record, by_query.record])
+
+
+def test_names_of_predictions_have_no_signature(server: FileServer) -> None:
+    places = [f"{server.url}/{name}?{SECRET}" for name in ("train-0001.tar", "digits.parquet")]
+    names = [item.name for item in list_items(places)]
+    assert len(set(names)) == len(names) == 110
+    assert b"SECRET" not in b"".join(names)
