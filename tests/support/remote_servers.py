@@ -35,6 +35,8 @@ class FileServer:
     stall_every: int = 0
     """Every n-th request gets half of its bytes, then nothing for a long time."""
     ranges: bool = True
+    versions: bool = True
+    """Whether responses have an ETag and a time of the last change."""
     status: int = 0
     """If set, the status code of every response."""
     reason: tuple[str, str] | None = None
@@ -113,8 +115,9 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.send_response(200)
         self.send_header("Content-Length", str(stop - start))
-        self.send_header("Last-Modified", formatdate(path.stat().st_mtime, usegmt=True))
-        self.send_header("ETag", f'"{size}-{path.stat().st_mtime_ns}"')
+        if files.versions:
+            self.send_header("Last-Modified", formatdate(path.stat().st_mtime, usegmt=True))
+            self.send_header("ETag", f'"{size}-{path.stat().st_mtime_ns}"')
         self.end_headers()
         if not body:
             return

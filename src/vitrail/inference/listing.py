@@ -16,7 +16,7 @@ from typing import cast
 
 from vitrail.data.inputs import A_URL, Item, is_url
 from vitrail.data.remote.filesystems import is_remote, path_in, public_url
-from vitrail.data.remote.stored_files import open_stored
+from vitrail.data.remote.stored_files import forget_versions, open_stored
 from vitrail.data.sources.columns import ManifestRow
 from vitrail.data.sources.detection import MANIFESTS, PACKED
 from vitrail.data.sources.given import saved_data
@@ -53,6 +53,7 @@ def list_items(
     then `stdin` has one path per line, or NUL-separated paths with `null`. Other files among the images of a folder,
     a pattern or a shard are counted in `skipped` as the iterator passes them.
     """
+    forget_versions()
     skipped = SkippedFiles() if skipped is None else skipped
     for place in places:
         _check_place(place)
@@ -314,11 +315,11 @@ def _row_item(row: ManifestRow, manifest: bytes, unit: str) -> Item:
         return Item(name, manifest, row.number - 1, content=held)
     try:
         path = path_of(row, f"the {unit}")
+        file = listed_path(os.fsdecode(manifest), path)
     except DataError as fault:
         return Item(name, error=str(fault))
     if is_url(path) and not is_remote(path):
         return Item(path, error=A_URL)
-    file = listed_path(os.fsdecode(manifest), path)
     return Item(file, file)
 
 

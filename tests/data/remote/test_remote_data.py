@@ -314,3 +314,29 @@ def test_names_of_predictions_have_no_signature(server: FileServer) -> None:
     names = [item.name for item in list_items(places)]
     assert len(set(names)) == len(names) == 110
     assert b"SECRET" not in b"".join(names)
+
+
+def test_an_index_of_shards_without_a_version_is_not_kept(server: FileServer) -> None:
+    server.versions = False
+    place, shard = f"{server.url}/train-0001.tar", server.folder / "train-0001.tar"
+    first = open_source(place).read(0)
+    shard.write_bytes((server.folder / "train-0002.tar").read_bytes())
+    assert open_source(place).read(0) != first
+
+
+def test_stamps_of_a_manifest_of_urls_need_no_request(server: FileServer) -> None:
+    source = open_source(f"{server.url}/list.csv")
+    before = len(server.requests)
+    assert source.stamp(0) == source.stamp(1) == (0, 0)
+    assert len(server.requests) == before
+
+
+def test_a_remote_manifest_cannot_name_local_files(server: FileServer, tmp_path: Path) -> None:
+    (tmp_path / "own.png").write_bytes((server.folder / "images" / "0.png").read_bytes())
+    (server.folder / "evil.csv").write_text(f"path,label\nimages/1.png,a\n{tmp_path}/own.png,b\n")
+    message = r"own\.png is a path on this machine, in a remote manifest; list a URL"
+    with pytest.raises(DataError, match=message):
+        open_source(f"{server.url}/evil.csv")
+    _, refused = list_items([f"{server.url}/evil.csv"])
+    with pytest.raises(DataError, match=message):
+        refused.read()

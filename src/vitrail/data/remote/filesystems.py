@@ -44,7 +44,12 @@ class Status(NamedTuple):
 
     size: int
     tag: int
-    """Hash of what the server says about the version: ETag, generation, or time of the last change."""
+    """Hash of what the server says about the version: ETag, generation, or time of the last change; 0 if nothing."""
+
+    @property
+    def known(self) -> bool:
+        """Whether the server says something about the version, so that a change of equal size is noticed."""
+        return self.tag != 0
 
 
 def is_remote(place: str | bytes) -> bool:
@@ -98,7 +103,7 @@ def status(url: str) -> Status:
         if info.get("size") is None:
             raise DataError(f"the server does not say how large {printable_path(url)} is; download the file")
         version = [f"{name} {info[name]}" for name in _VERSION_FIELDS if info.get(name)]
-        return Status(int(info["size"]), _hash("\n".join(version)))
+        return Status(int(info["size"]), _hash("\n".join(version)) if version else 0)
 
     return _retried(url, once)
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitrail.data.remote.filesystems import differ_by_query, is_remote, path_in, public_url
-from vitrail.data.remote.stored_files import open_stored_text
+from vitrail.data.remote.stored_files import forget_versions, open_stored_text
 from vitrail.data.sources.columns import (
     IMAGE_COLUMNS,
     LABEL_COLUMNS,
@@ -31,6 +31,8 @@ from vitrail.text import printable_path
 
 DELIMITERS = ",;\t"
 PROGRESS_EVERY = 10_000
+UNKNOWN = (0, 0)
+"""The stamp of a remote file: a request for every file would take too long."""
 MOST_FAULTS = 1000
 """Most rows of a manifest that are reported as faulty."""
 
@@ -76,8 +78,9 @@ class Manifest:
         return read_file(self._path(index), self.name(index))
 
     def stamp(self, index: int) -> tuple[int, int]:
-        """Return the size of a file and the time of its last change."""
-        return stamp_file(self._path(index), self.name(index))
+        """Return the size of a file and the time of its last change; of a remote one, nothing is known."""
+        path = self._path(index)
+        return UNKNOWN if is_remote(path) else stamp_file(path, self.name(index))
 
 
 def open_manifest(
@@ -140,6 +143,7 @@ def manifest_of(
     on_progress: Progress | None = None,
 ) -> Manifest:
     """Create a source from rows whose images are paths."""
+    forget_versions()
     labels = LabelCollector(place, columns, unit=unit, any_label=unlabelled)
     paths = NamesBuilder()
     first: dict[bytes, tuple[int, int]] = {}
@@ -217,7 +221,11 @@ def _raise_duplicate(place: str, unit: str, path: bytes, lines: tuple[int, int],
 
 def listed_path(place: str, path: bytes) -> bytes:
     """Return a path or URL that is listed in the manifest at `place`."""
-    return path if is_remote(path) else os.path.join(os.fsencode(_folder(place)), path)
+    if is_remote(path):
+        return path
+    if is_remote(place) and os.path.isabs(path):  # a file of this machine is none of the server's business
+        raise DataError(f"{printable_path(path)} is a path on this machine, in a remote manifest; list a URL")
+    return os.path.join(os.fsencode(_folder(place)), path)
 
 
 def _folder(place: str) -> str:

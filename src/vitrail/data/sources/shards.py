@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from vitrail.data.remote.block_cache import block_cache
 from vitrail.data.remote.filesystems import MissingFileError, Status, is_remote, path_in, public_url
-from vitrail.data.remote.stored_files import RemoteFile, StoredFile, open_stored, read_at, read_remote
+from vitrail.data.remote.stored_files import RemoteFile, StoredFile, open_stored, read_at
 from vitrail.data.sources.index_files import (
     Names,
     NamesBuilder,
@@ -176,7 +176,7 @@ def open_shards(paths: Sequence[str], *, unlabelled: bool = False, on_progress: 
 def _read_classes(shard: str) -> list[str] | None:
     path = os.path.join(os.path.dirname(path_in(shard)), CLASSES_FILE)
     try:
-        text = read_remote(path).decode("utf-8") if is_remote(path) else read_text(path)
+        text = _read_remote_text(path) if is_remote(path) else read_text(path)
         return [line.strip() for line in text.removeprefix("\ufeff").rstrip().splitlines()]
     except (FileNotFoundError, MissingFileError):
         return None
@@ -192,12 +192,18 @@ def _read_classes(shard: str) -> list[str] | None:
         raise DataError(f"{printable_path(path)} cannot be read: {reason_of(fault)}") from None
 
 
+def _read_remote_text(url: str) -> str:
+    with RemoteFile(url) as file:
+        return file.read_at(file.status.size, 0).decode("utf-8")
+
+
 def index_shards(paths: Sequence[str], *, on_progress: Progress | None = None) -> ShardIndex:
     """Index the images in shards, or load the index from disk if no shard has changed."""
-    remote = is_remote(paths[0])
     stamps = np.array(list(_mapped(lambda path: stamp_file(path, printable_path(path)), paths)), np.int64)
+    remote = is_remote(paths[0])
+    kept = not remote or bool(stamps[:, 1].all())  # else a server does not tell versions apart
     place = index_file("shards", paths)
-    arrays = load_index(place, _INDEX)
+    arrays = load_index(place, _INDEX) if kept else None
     if arrays is not None and np.array_equal(arrays["stamps"], stamps):
         names = Names(arrays["names"], arrays["name_ends"])
         labels = json.loads(arrays["label_names"].tobytes())
@@ -208,7 +214,7 @@ def index_shards(paths: Sequence[str], *, on_progress: Progress | None = None) -
         return ShardIndex(stamps, *places, names, arrays["codes"], labels, others, arrays["other_places"])
     began = now_ns()
     index = _index(paths, stamps, on_progress)
-    if remote or settled(stamps[:, 1], began):
+    if kept and (remote or settled(stamps[:, 1], began)):
         labels_json = np.frombuffer(json.dumps(index.label_names).encode(), np.uint8)
         names, others = index.names, index.others
         values = (
