@@ -37,7 +37,7 @@ from vitrail.training.run_logger import RunLogger
 from vitrail.training.sharding import shard, shard_group
 from vitrail.training.split_predictions import SplitPredictor, split_predictor
 from vitrail.training.state import Progress, Setting, State
-from vitrail.training.state_files import StateWriter, load_state
+from vitrail.training.state_files import StateWriter, check_shared, load_state
 from vitrail.training.step import Stepper
 
 LAST = "last"
@@ -186,6 +186,8 @@ def start_run(job: Job, splits: Splits, pretrained: Bundle | None, folder: Path,
         stepper = Stepper(plan.recipe, plan.preprocess, context.device, context.precision, learner, ranks)
     setting = Setting(torch.get_num_threads(), ranks.processes.size, context.precision, context.sharded)
     shards = shard_group() if context.sharded else None
+    if shards is not None:
+        check_shared(folder, ranks)  # now, not when the first state is saved
     if ranks.is_main:
         for name in (BEST, LAST):
             recover(folder / name)

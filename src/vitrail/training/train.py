@@ -1,5 +1,6 @@
 """`train`: a folder of images in, an evaluated classifier out."""
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
 from vitrail._version import __version__
@@ -14,7 +16,7 @@ from vitrail.acceleration.planner import Purpose
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.cache import CacheSize, cached
 from vitrail.data.sources.given import Data, given_data
-from vitrail.data.sources.in_memory import InMemory
+from vitrail.data.sources.in_memory import InMemory, recorded_kind
 from vitrail.data.sources.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.runtime import Processes, busy_cpu_note, choose_device, process_group, repeatable
@@ -186,14 +188,23 @@ def _check_ranks_agree(ranks: Ranks, request: _Request) -> None:
         error = ConfigError(f"the ranks have different versions: {', '.join(versions)}; install the same everywhere")
         error.everywhere = True
         raise error
-    words, images = json.dumps(request.splits.record, sort_keys=True), len(request.splits.train)
-    plans = ranks.all_gather((request.plan.recipe.fingerprint(), images, words))
+    images = len(request.splits.train)
+    plans = ranks.all_gather((request.plan.recipe.fingerprint(), images, _data_digest(request)))
     if len(set(plans)) > 1:
         counts = sorted({images for _, images, _ in plans})
         seen = f"{counts[0]:,} and {counts[-1]:,} images" if len(counts) > 1 else "different names or settings"
         error = ConfigError(f"the ranks do not see the same data: {seen}; give all of them the same files")
         error.everywhere = True
         raise error
+
+
+def _data_digest(request: _Request) -> str:
+    """Return a digest of the split, the order of the training labels and, of data in memory, its fingerprint."""
+    digest = hashlib.blake2b(json.dumps(request.splits.record, sort_keys=True).encode(), digest_size=16)
+    digest.update(np.ascontiguousarray(request.splits.train.labels).data)
+    if recorded_kind(request.origin.data) is not None:  # a path may differ between machines
+        digest.update(request.origin.data.encode())
+    return digest.hexdigest()
 
 
 def _job(request: _Request, ranks: Ranks, workers: int | None) -> Job:
