@@ -15,6 +15,7 @@ from vitrail.data.remote.block_cache import BlockCache
 from vitrail.data.remote.filesystems import MissingFileError, Status, fetch, is_remote, path_in, public_url, status
 from vitrail.data.remote.stored_files import RemoteFile, forget_versions, open_stored, read_remote
 from vitrail.errors import ConfigError, DataError, StorageError
+from vitrail.io import atomic_write
 
 CONTENT = bytes(range(256)) * 400
 
@@ -221,14 +222,14 @@ def test_a_new_version_is_read_once_data_is_opened_again(server: FileServer) -> 
 
 
 def test_a_folder_that_another_process_removes_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, write = BlockCache(tmp_path, 10**6), block_cache.atomic_write
+    cache = BlockCache(tmp_path, 10**6)
     removed: list[Path] = []
 
     def write_after_removal(path: Path) -> AbstractContextManager[Path]:
         if not removed:
             path.parent.rmdir()
             removed.append(path.parent)
-        return write(path)
+        return atomic_write(path)
 
     monkeypatch.setattr(block_cache, "atomic_write", write_after_removal)
     assert cache.read("key", 0, 4, 0, 4, lambda: b"abcd") == b"abcd"

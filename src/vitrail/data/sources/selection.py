@@ -156,7 +156,7 @@ def _seen_by_name(source: Source, record: Mapping[str, Any]) -> SeenInTraining:
     """Count the images whose names are in a run's split record."""
     names = record["names"] if isinstance(record["names"], Mapping) else {}
     val, test = (set(names.get(split) or ()) for split in ("val", "test"))
-    keys = set(_keys_of(source))
+    keys = set(all_keys_of(source))
     if keys <= test:  # val and test folders may contain files of the same names
         return SeenInTraining(compared_by="name")
     if "train" in names:  # of a run on a subset; the images that it left out were not trained on
@@ -173,9 +173,10 @@ def _trained_on(record: Mapping[str, Any]) -> int:
     return sum(counts.values()) if isinstance(counts, Mapping) else 0
 
 
-def _keys_of(source: Source) -> list[str]:
+def all_keys_of(source: Source) -> list[str]:
+    """Return the keys of a source's images, also of several splits."""
     if isinstance(source, Joined):
-        return [key for inner in source.sources for key in _keys_of(inner)]
+        return [key for inner in source.sources for key in all_keys_of(inner)]
     return keys_of(source)
 
 
