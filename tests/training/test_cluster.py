@@ -26,6 +26,7 @@ def test_slices_and_bytes_follow_from_the_number_of_gpus() -> None:
     assert not vitrail.plan("digits", gpus=1, gpu_memory=1, changes=TINY, device="cpu").shards
 
 
+@pytest.mark.slow
 def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["train", "digits", "--plan", "--gpu-memory", "1", "--device", "cpu", *WORDS]

@@ -10,7 +10,7 @@ from vitrail.data.augmentation.mixing import Mixing
 from vitrail.data.decode import decode, open_image
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Source
-from vitrail.errors import ConfigError, DataError
+from vitrail.errors import ConfigError, DataError, StorageError
 from vitrail.models.config import ViTConfig
 from vitrail.tasks.lookup import task_named
 from vitrail.tasks.task import Task
@@ -80,6 +80,8 @@ def describe_data(source: Source, device: str = "cpu") -> DataFacts:
             if len(grey) < 8:
                 pixels = decode(stored, 3)
                 grey.append(bool((pixels[..., 0] == pixels[..., 1]).all() and (pixels[..., 1] == pixels[..., 2]).all()))
+        except StorageError:
+            raise  # defaults must not depend on the network
         except DataError:
             continue
     if not sides:

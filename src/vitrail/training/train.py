@@ -83,11 +83,13 @@ def train(
         raise ConfigError(f"evaluate_on is {evaluate_on!r}; choose 'test' or 'val'")
     data, chosen = given_data(data), choose_device(device)
     with process_group(chosen) as processes, Ranks(processes, chosen).watched() as ranks:
-        with ranks.together(), ranks.main_first():
+        with ranks.together():
             asked = recipe_for(method, recipe or default_recipe(pretrained, method), changes)
+        ranks.wait_at_most(asked.distributed.timeout_minutes)
+        ranks.doing("opening the data")  # an index of remote shards may take hours
+        with ranks.together(), ranks.main_first():
             request = _request(data, asked, pretrained, overrides, keys, teacher, folder, chosen)
         _check_ranks_agree(ranks, request)
-        ranks.wait_at_most(asked.distributed.timeout_minutes)
         job = _job(request, ranks, workers)
         result, summary = _trained(request, job, quiet, printed, evaluate_on)
     return Run(request.folder, result.best, result.metrics, job.plan.defaults, summary)

@@ -20,12 +20,19 @@ from tests.support.tiny_runs import TINY, tiny_run
 
 from vitrail.data.augmentation.augment import Augmentation
 from vitrail.data.batches import Training, training_batches
+from vitrail.data.cache import CacheSize, cached
+from vitrail.data.checking.check import check_data
 from vitrail.data.preprocess import Preprocess
+from vitrail.data.remote import filesystems
+from vitrail.data.sources.contents import digests_of
 from vitrail.data.sources.opening import open_data, open_source
+from vitrail.data.sources.selection import choose_images
 from vitrail.data.sources.source import Source, digits
 from vitrail.data.stream import Stream
 from vitrail.errors import DataError, StorageError
 from vitrail.inference.listing import list_items
+from vitrail.training.plan import describe_data
+from vitrail.training.stamps import check_stamps
 
 PATTERN = "train-{0000..0003}.tar"
 
@@ -324,11 +331,38 @@ def test_an_index_of_shards_without_a_version_is_not_kept(server: FileServer) ->
     assert open_source(place).read(0) != first
 
 
-def test_stamps_of_a_manifest_of_urls_need_no_request(server: FileServer) -> None:
-    source = open_source(f"{server.url}/list.csv")
+def test_a_run_on_a_manifest_of_urls_asks_for_no_stamps(server: FileServer, tmp_path: Path) -> None:
+    splits = open_data(f"{server.url}/list.csv")
     before = len(server.requests)
-    assert source.stamp(0) == source.stamp(1) == (0, 0)
+    assert check_stamps(tmp_path, splits) is None
+    assert check_stamps(tmp_path, splits) is None
     assert len(server.requests) == before
+
+
+def test_a_new_version_of_an_image_is_cached_anew(server: FileServer, tmp_path: Path) -> None:
+    place, size = f"{server.url}/list.csv", CacheSize(8, 1)
+    before = cached(open_source(place), size, folder=tmp_path / "pixels")
+    (server.folder / "images" / "0.png").write_bytes((server.folder / "images" / "1.png").read_bytes())
+    after = cached(open_source(place), size, folder=tmp_path / "pixels")
+    assert (before.read(0) != after.read(0)).any()
+    assert (after.read(0) == after.read(1)).all()
+
+
+def test_images_are_not_bad_because_storage_fails(
+    server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filesystems, "ATTEMPTS", 1)
+    splits = open_data(f"{server.url}/list.csv")
+    server.status = 503
+    for reads in (
+        lambda: cached(splits.train, CacheSize(8, 1), folder=tmp_path / "pixels"),
+        lambda: check_data(splits, size=8),
+        lambda: describe_data(splits.train),
+        lambda: digests_of(splits.train),
+        lambda: choose_images(f"{server.url}/list.csv", record=splits.record),
+    ):
+        with pytest.raises(StorageError, match=r"HTTP status 503 \(1 attempts\); check the server"):
+            reads()
 
 
 def test_a_remote_manifest_cannot_name_local_files(server: FileServer, tmp_path: Path) -> None:

@@ -31,8 +31,6 @@ from vitrail.text import printable_path
 
 DELIMITERS = ",;\t"
 PROGRESS_EVERY = 10_000
-UNKNOWN = (0, 0)
-"""The stamp of a remote file: a request for every file would take too long."""
 MOST_FAULTS = 1000
 """Most rows of a manifest that are reported as faulty."""
 
@@ -78,9 +76,8 @@ class Manifest:
         return read_file(self._path(index), self.name(index))
 
     def stamp(self, index: int) -> tuple[int, int]:
-        """Return the size of a file and the time of its last change; of a remote one, nothing is known."""
-        path = self._path(index)
-        return UNKNOWN if is_remote(path) else stamp_file(path, self.name(index))
+        """Return the size of a file and the time of its last change; of a remote one, this needs a request."""
+        return stamp_file(self._path(index), self.name(index))
 
 
 def open_manifest(

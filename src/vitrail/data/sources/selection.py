@@ -16,7 +16,7 @@ from vitrail.data.sources.opening import Renumbered, open_data, open_source, ren
 from vitrail.data.sources.parquet import ParquetImages, Tables
 from vitrail.data.sources.source import Labels, Pixels, Source, check_source
 from vitrail.data.sources.splits import Splits, keys_of, split_of
-from vitrail.errors import ConfigError, DataError, suggest
+from vitrail.errors import ConfigError, DataError, StorageError, suggest
 from vitrail.io import ContentError, read_json
 
 CHOICES = ("test", "val", "train", "all")
@@ -205,6 +205,8 @@ def _recorded_test(
         return None
     try:
         splits = open_data(place, record=record, on_progress=on_progress)
+    except StorageError:
+        raise  # the record may fit: without it, training images would be evaluated
     except DataError:
         return None
     if splits.test is not None:
@@ -218,6 +220,8 @@ def _open(place: str | InMemory, on_progress: Progress | None) -> tuple[Source, 
         return _whole(place), dict(place.splits)
     try:
         source = open_source(place, on_progress=on_progress)
+    except StorageError:
+        raise
     except DataError:  # several splits are not one source; data that cannot be opened at all fails again
         return _whole_and_splits(open_data(place, val=0, test=0, on_progress=on_progress))
     if not isinstance(source, Manifest | ParquetImages | Tables) or source.split_of is None:

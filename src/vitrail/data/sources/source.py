@@ -146,6 +146,13 @@ class Wrapped:
         return self.base.stamp(index)
 
 
+def base_of(source: Source) -> Source:
+    """Return the source behind subsets and wrappers."""
+    while (base := getattr(source, "base", None)) is not None:
+        source = base
+    return source
+
+
 @dataclass(frozen=True)
 class Arrays:
     """Images in memory: (images, height, width) or (images, height, width, channels)."""
