@@ -247,3 +247,9 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     os.utime(old, (0, 0))
     cache.read("key", 0, 4, 0, 4, lambda: b"abcd")
     assert (old.exists(), new.exists()) == (False, True)
+
+
+def test_a_url_that_is_signed_for_get_requests_only(server: FileServer) -> None:
+    server.head = False
+    with open_stored(f"{server.url}/a.bin?signature=1") as file:
+        assert file.readall() == CONTENT
