@@ -9,6 +9,8 @@ _IN_TEXT, _IN_LINE = re.compile(f"[{_UNSAFE}]"), re.compile(f"[\n\t{_UNSAFE}]")
 
 _QUERY = re.compile(r"^(https?://[^?]*)\?.+", re.IGNORECASE | re.DOTALL)
 """A URL with a query, which may be a signature that nobody else should see."""
+_LOGIN = re.compile(r"^(https?://)[^/?#]*@", re.IGNORECASE)
+"""A URL with a user's name and password."""
 
 
 def printable(text: str, *, line: bool = False) -> str:
@@ -29,8 +31,10 @@ def printable_path(path: bytes | str) -> str:
     'caf�/new\\\\nline.jpg'
     >>> printable_path("https://host/cats.tar?signature=secret")
     'https://host/cats.tar?…'
+    >>> printable_path("https://me:secret@host/cats.tar")
+    'https://…@host/cats.tar'
     """
-    text = _QUERY.sub(r"\1?…", os.fsencode(path).decode("utf-8", "replace"))
+    text = _LOGIN.sub(r"\1…@", _QUERY.sub(r"\1?…", os.fsencode(path).decode("utf-8", "replace")))
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

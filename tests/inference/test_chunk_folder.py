@@ -11,6 +11,7 @@ import pytest
 from tests.support.prediction_jobs import tiny_images, tiny_pixels
 
 from vitrail.data.inputs import Item
+from vitrail.data.sources.selection import choose_images
 from vitrail.errors import ConfigError, DataError
 from vitrail.inference.chunk_folder import (
     ATTEMPTS,
@@ -24,6 +25,7 @@ from vitrail.inference.chunk_folder import (
 )
 from vitrail.inference.chunk_listing import read_listing, write_listing
 from vitrail.inference.listing import list_items
+from vitrail.inference.ray_jobs import _digest_source
 
 JOB = ChunkJob("predict", "model", {"size": [8, 8]}, "listing", 25, 10, ("number", "path"), {"top": 3})
 
@@ -157,3 +159,19 @@ def test_contents_are_read_where_they_are(tmp_path: Path) -> None:
     assert (tmp_path / "listing.parquet").stat().st_size < tiny_pixels(0).nbytes * len(listed) / 8
     with pytest.raises(DataError, match="cannot be read by a worker"):
         list(read_listing(tmp_path / "nothing.parquet", 0))
+
+
+def test_a_digest_tells_data_in_memory_apart() -> None:
+    images, labels = np.zeros((4, 8, 8), np.uint8), ["a", "b", "a", "b"]
+    val = images + 9, labels
+    different = [
+        (images, labels),
+        (images + 1, labels),
+        (images, ["a", "b", "b", "a"]),
+        (images, ["a", "c", "a", "c"]),
+        {"train": (images, labels), "val": val},
+        {"train": (images + 1, labels), "val": val},
+    ]
+    digests = [_digest_source(choose_images(data, "all").source) for data in different]
+    assert len(set(digests)) == len(different)
+    assert digests[0] == _digest_source(choose_images(different[0], "all").source)

@@ -35,6 +35,10 @@ class FileServer:
     stall_every: int = 0
     """Every n-th request gets half of its bytes, then nothing for a long time."""
     ranges: bool = True
+    head: bool = True
+    """Whether HEAD requests are allowed; a signed URL of S3 is for GET requests only."""
+    versions: bool = True
+    """Whether responses have an ETag and a time of the last change."""
     status: int = 0
     """If set, the status code of every response."""
     reason: tuple[str, str] | None = None
@@ -94,6 +98,9 @@ class _Handler(BaseHTTPRequestHandler):
         path = files.folder / self.path.partition("?")[0].lstrip("/").removeprefix(
             f"datasets/{files.hub}/resolve/{COMMIT}/"
         ).removeprefix(f"datasets/{files.hub}/resolve/main/")
+        if self.command == "HEAD" and not files.head:
+            self._empty(403)
+            return
         if files.status or (files.fail_every and not number % files.fail_every):
             self._refuse(files.status or 503)
             return
@@ -113,8 +120,9 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.send_response(200)
         self.send_header("Content-Length", str(stop - start))
-        self.send_header("Last-Modified", formatdate(path.stat().st_mtime, usegmt=True))
-        self.send_header("ETag", f'"{size}-{path.stat().st_mtime_ns}"')
+        if files.versions:
+            self.send_header("Last-Modified", formatdate(path.stat().st_mtime, usegmt=True))
+            self.send_header("ETag", f'"{size}-{path.stat().st_mtime_ns}"')
         self.end_headers()
         if not body:
             return

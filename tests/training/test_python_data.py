@@ -135,9 +135,12 @@ import os, sys
 from tests.support.python_data import TINY, some_digits
 from vitrail.api import train
 images, labels = some_digits()
-if sys.argv[2] == "differ" and os.environ["RANK"] == "1":
+val = images, labels
+if sys.argv[2] != "same" and os.environ["RANK"] == "1":
     images = 255 - images
 data = sys.argv[3] if len(sys.argv) > 3 else (images, labels)
+if sys.argv[2] == "train differs":
+    data = {"train": data, "val": val}
 train(data, changes=TINY, folder=sys.argv[1], device="cpu", workers=0, quiet=True)
 """
 
@@ -149,8 +152,9 @@ def test_every_rank_makes_the_data(folder: Path, tmp_path: Path) -> None:
         assert [rank.returncode for rank in done] == [0, 0], done[0].stderr
     one, other = (dict(vitrail.load(tmp_path / name / "best").model.state_dict()) for name in ("arrays", "files"))
     assert same(one, other)
-    done = forked_commands.run_ranks(2, tmp_path / "other", "differ", code=ON_RANKS)
-    assert all("the ranks do not see the same data" in rank.stderr for rank in done)
+    for how in ("all differs", "train differs"):
+        done = forked_commands.run_ranks(2, tmp_path / "other", how, code=ON_RANKS)
+        assert all("the ranks do not see the same data" in rank.stderr for rank in done)
 
 
 # ── a trained model on every kind ──

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from vitrail.cli.output import echo, print_table
-from vitrail.text import byte_size
+from vitrail.text import byte_size, plural
 
 if TYPE_CHECKING:
     from vitrail.training.cluster import ClusterPlan, GpuPlan
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def print_plan(plan: "ClusterPlan") -> None:
     """Print a row for whole models and one for sharded ones, and which of them a run would use."""
     echo(
-        f"{plan.parameters / 1e6:,.1f} M parameters, a batch of {plan.batch:,} on {plan.gpus} GPUs with "
+        f"{plan.parameters / 1e6:,.1f} M parameters, a batch of {plan.batch:,} on {plural(plan.gpus, 'GPU')} with "
         f"{byte_size(plan.gpu_memory)} each, {plan.precision}"
     )
     echo("")

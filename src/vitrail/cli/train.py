@@ -102,7 +102,9 @@ def train(
     if plan:
         if source is not None:
             raise vitrail.ConfigError("--plan is for one run; leave out --sweep")
-        memory = None if gpu_memory is None else round(1e9 * gpu_memory)
+        if gpu_memory is not None and not 0 < gpu_memory < float("inf"):
+            raise vitrail.ConfigError(f"--gpu-memory is {gpu_memory:g}; give the memory of one GPU in GB")
+        memory = None if gpu_memory is None else max(1, round(1e9 * gpu_memory))
         print_plan(
             vitrail.plan(
                 data, gpus=gpus, gpu_memory=memory, recipe=recipe, changes=changes or (), pretrained=pretrained,
@@ -113,7 +115,7 @@ def train(
     if gpus != 1 or gpu_memory is not None:
         raise vitrail.ConfigError(
             "--gpus and --gpu-memory belong to --plan; to train on several GPUs, start the command with torchrun "
-            "(docs/guides/distributed.md)"
+            "(docs/guides/several-gpus.md)"
         )
     try:
         if isinstance(source, Path):

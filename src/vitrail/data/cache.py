@@ -25,7 +25,7 @@ from vitrail.data.decode import extent, open_image
 from vitrail.data.preprocess import resized_size
 from vitrail.data.sources.index_files import Progress, cache_folder, load_index, save_index
 from vitrail.data.sources.source import Pixels, Source, Wrapped
-from vitrail.errors import DataError
+from vitrail.errors import DataError, StorageError
 from vitrail.io import lock_file
 
 FORMAT = 1
@@ -187,25 +187,33 @@ def _fill(
 def _decoded(
     source: Source, size: CacheSize, indices: NDArray[np.int64], workers: int
 ) -> Iterator[tuple[int, Pixels | None]]:
-    """Yield every image, decoded and downscaled; None for one that cannot be decoded."""
+    """Yield every image, decoded and downscaled; None for one that cannot be decoded.
+
+    If remote storage fails, that is raised: without its pixels in the cache, an image would be used in its full size.
+    """
     loader = DataLoader(
         _Small(source, size), batch_size=None, sampler=indices.tolist(), num_workers=workers, collate_fn=_return_item
     )
-    yield from zip(indices.tolist(), loader, strict=True)
+    for index, made in zip(indices.tolist(), loader, strict=True):
+        if isinstance(made, StorageError):
+            raise made
+        yield index, made
 
 
 @dataclass(frozen=True)
-class _Small(Dataset[Pixels | None]):
+class _Small(Dataset["Pixels | StorageError | None"]):
     """Decoded and downscaled images, by index."""
 
     source: Source
     size: CacheSize
 
-    def __getitem__(self, index: int) -> Pixels | None:
+    def __getitem__(self, index: int) -> Pixels | StorageError | None:
         try:
             image = open_image(self.source.read(index))
             short = min(image.height, image.width)
             pixels = image.pixels(self.size.channels, scale=min(1.0, self.size.short_side / short))
+        except StorageError as error:
+            return error  # not raised here: a worker would add its traceback to the message
         except DataError:
             return None
         if min(pixels.shape[:2]) > self.size.short_side:
@@ -242,5 +250,7 @@ def _stamp(source: Source, index: int) -> tuple[int, int]:
     """Return an image's stamp; a missing file is reported later, when it is read."""
     try:
         return source.stamp(index)
+    except StorageError:
+        raise
     except DataError:
         return _MISSING - 1, _MISSING - 1

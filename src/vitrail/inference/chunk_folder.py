@@ -221,9 +221,11 @@ class ChunkFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._lock.__exit__(None, None, None)
-        if self.is_finished():
-            shutil.rmtree(self.path / CHUNKS, ignore_errors=True)
+        try:
+            if self.is_finished():  # still locked, so that no other job has begun to use it
+                shutil.rmtree(self.path / CHUNKS, ignore_errors=True)
+        finally:
+            self._lock.__exit__(None, None, None)
 
     @property
     def listing(self) -> Path:

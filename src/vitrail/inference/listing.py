@@ -15,8 +15,8 @@ from io import BufferedReader
 from typing import cast
 
 from vitrail.data.inputs import A_URL, Item, is_url
-from vitrail.data.remote.filesystems import is_remote, path_in
-from vitrail.data.remote.stored_files import open_stored
+from vitrail.data.remote.filesystems import is_remote, path_in, public_url
+from vitrail.data.remote.stored_files import forget_versions, open_stored
 from vitrail.data.sources.columns import ManifestRow
 from vitrail.data.sources.detection import MANIFESTS, PACKED
 from vitrail.data.sources.given import saved_data
@@ -53,6 +53,7 @@ def list_items(
     then `stdin` has one path per line, or NUL-separated paths with `null`. Other files among the images of a folder,
     a pattern or a shard are counted in `skipped` as the iterator passes them.
     """
+    forget_versions()
     skipped = SkippedFiles() if skipped is None else skipped
     for place in places:
         _check_place(place)
@@ -269,13 +270,14 @@ def _match_names(folder: bytes, keep: Callable[["os.DirEntry[bytes]"], bool]) ->
 
 def _tar(path: bytes, skipped: SkippedFiles) -> Iterator[Item]:
     """Yield the files in a tar with an image suffix; label files are not counted as skipped."""
+    shown = os.fsencode(public_url(os.fsdecode(path)))
     try:
         with open_stored(path, sequential=True) as file:
             for member in members(os.fsdecode(path), file):
                 base = os.path.basename(member.name)
                 if base.startswith(b".") or b"__MACOSX/" in member.name:
                     continue
-                name = path + b"/" + member.name.lstrip(b"/")
+                name = shown + b"/" + member.name.lstrip(b"/")
                 if not _is_image(base):
                     if base.rpartition(b".")[2].lower() not in LABEL_SUFFIXES:
                         skipped.add(name, path, member.start, member.size if member.is_file else 0)
@@ -308,16 +310,16 @@ def _rows(place: str) -> Iterable[ManifestRow]:
 
 def _row_item(row: ManifestRow, manifest: bytes, unit: str) -> Item:
     held = row.image.get("bytes") if isinstance(row.image, dict) else row.image
-    name = manifest + f", {unit} {row.number}".encode()
+    name = os.fsencode(public_url(os.fsdecode(manifest))) + f", {unit} {row.number}".encode()
     if isinstance(held, bytes):
         return Item(name, manifest, row.number - 1, content=held)
     try:
         path = path_of(row, f"the {unit}")
+        file = listed_path(os.fsdecode(manifest), path)
     except DataError as fault:
         return Item(name, error=str(fault))
     if is_url(path) and not is_remote(path):
         return Item(path, error=A_URL)
-    file = listed_path(os.fsdecode(manifest), path)
     return Item(file, file)
 
 

@@ -21,7 +21,7 @@ from vitrail.data.sources.opening import open_data, title_of
 from vitrail.data.sources.selection import recorded_split
 from vitrail.data.sources.source import Source
 from vitrail.data.sources.splits import Splits, split_indices
-from vitrail.errors import ConfigError, DataError, suggest
+from vitrail.errors import ConfigError, DataError, StorageError, suggest
 from vitrail.inference.features import DEFAULT_COMPUTE, ComputeOptions, FeatureRequest, Features, gather
 from vitrail.inference.protocols import choose_linear, draw_examples, fit_least_squares
 from vitrail.metrics.intervals import Interval, wilson_interval
@@ -196,6 +196,8 @@ def _open(data: str | InMemory, record: Mapping[str, Any] | None, on_progress: P
     if record is not None:
         try:
             splits = open_data(data, record=record, on_progress=on_progress)
+        except StorageError:
+            raise
         except DataError:  # other images than those of the record; data that cannot be opened at all fails again below
             pass
         else:

@@ -148,6 +148,8 @@ def place_workers(nodes: Sequence[Node], workers: int | None, device: str) -> Pl
     on_gpu = gpus > 0 and device in ("auto", "cuda")
     most, noun = (gpus, "GPU") if on_gpu else (cpus, "CPU")
     wanted = (gpus if on_gpu else max(1, cpus // CORES)) if workers is None else workers
+    if not most:
+        raise ConfigError("the Ray cluster has no CPUs for workers; add machines, or start it with --num-cpus")
     if wanted > most:
         raise ConfigError(f"the Ray cluster has {most} {noun}s, too few for {wanted} workers; use --ray-workers {most}")
     for each in range(max(node.cpus for node in nodes), 0, -1):

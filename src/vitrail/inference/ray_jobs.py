@@ -17,12 +17,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import TypeAdapter
 
 import vitrail.errors
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.batches import BadImage
+from vitrail.data.sources.selection import all_keys_of
 from vitrail.data.sources.source import Source
 from vitrail.errors import ConfigError, DataError, StorageError, VitrailError
 from vitrail.inference.bulk_prediction import Summary, check_readable
@@ -130,7 +132,7 @@ def embed_on_ray(
     with _pool(options, device, folder) as pool, folder:
         settings = {**asdict(request), "dtype": dtype, "precision": used}
         columns, chunk = ("index", "name", "label", "features"), _chunk_size(options, folder)
-        job = _job("embed", bundle, _digest_names(source), len(source), chunk, columns, settings)
+        job = _job("embed", bundle, _digest_source(source), len(source), chunk, columns, settings)
         work = EmbedWork(job, folder.path.absolute(), bundle, source, request, batch, used, dtype)
         records, _, _ = _run(pool, folder, job, work, workers, on_progress, on_plan)
     bad = [BadImage(*image) for record in records for image in record.unread]
@@ -174,10 +176,12 @@ def _job(
     return ChunkJob(command, digest_model(bundle), preprocess, listing, images, chunk, columns, settings)
 
 
-def _digest_names(source: Source) -> str:
-    digest = hashlib.sha256()
-    for index in range(len(source)):
-        digest.update(source.name(index).encode("utf-8", "surrogateescape") + b"\0")
+def _digest_source(source: Source) -> str:
+    """Return a digest of names, labels and keys, which of data in memory contain its fingerprint."""
+    digest = hashlib.sha256("\0".join(source.classes).encode("utf-8", "surrogateescape"))
+    digest.update(np.ascontiguousarray(source.labels).data)
+    for index, key in enumerate(all_keys_of(source)):
+        digest.update(f"{source.name(index)}\0{key}\0".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()[:32]
 
 

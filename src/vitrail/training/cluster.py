@@ -10,6 +10,7 @@ from vitrail.runtime import Processes
 from vitrail.training.auto_batch import FILLED, MemoryLimit, batch_unit, min_over_ranks
 from vitrail.training.context import Job
 from vitrail.training.memory import Forecast, forecast
+from vitrail.training.plan import check_batch
 from vitrail.training.sharding import ShardedUnits
 from vitrail.training.step import plan_step
 
@@ -64,6 +65,8 @@ def shard_if_needed(job: Job, limit: MemoryLimit) -> Job:
 
 def plan_cluster(job: Job, gpus: int, gpu_memory: int) -> ClusterPlan:
     """Forecast a step on several GPUs, without starting it."""
+    if job.plan.recipe.batch != "auto":  # which is rounded to what fits
+        check_batch(job.plan, gpus)
     ranks = job.context.ranks._replace(processes=Processes(0, gpus, 0))
     execution = plan_step(job.plan.model, job.plan.recipe, job.precision, job.device, alone=gpus == 1)
     whole = job._replace(context=replace(job.context, ranks=ranks, sharded=False, execution=execution))

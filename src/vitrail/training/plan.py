@@ -10,7 +10,7 @@ from vitrail.data.augmentation.mixing import Mixing
 from vitrail.data.decode import decode, open_image
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Source
-from vitrail.errors import DataError
+from vitrail.errors import ConfigError, DataError, StorageError
 from vitrail.models.config import ViTConfig
 from vitrail.tasks.lookup import task_named
 from vitrail.tasks.task import Task
@@ -80,6 +80,8 @@ def describe_data(source: Source, device: str = "cpu") -> DataFacts:
             if len(grey) < 8:
                 pixels = decode(stored, 3)
                 grey.append(bool((pixels[..., 0] == pixels[..., 1]).all() and (pixels[..., 1] == pixels[..., 2]).all()))
+        except StorageError:
+            raise  # defaults must not depend on the network
         except DataError:
             continue
     if not sides:
@@ -92,6 +94,18 @@ def with_batch(plan: TrainingPlan, batch: int, images: int, reason: str) -> Trai
     recipe = plan.recipe.replace(batch=batch)
     defaults = [*plan.defaults, ResolvedDefault("batch", batch, reason)]
     return plan._replace(recipe=recipe, batch=batch, steps=steps_of(recipe, images, batch), defaults=defaults)
+
+
+def check_batch(plan: TrainingPlan, ranks: int) -> None:
+    """Raise unless the batch can be split into equal micro-batches on all ranks."""
+    micro_batches = ranks * plan.recipe.gradient_accumulation
+    unit = 2 * micro_batches if plan.mixing.on else micro_batches
+    if plan.batch % unit:
+        pairs = " of whole pairs, which mixing needs" if plan.mixing.on else ""
+        raise ConfigError(
+            f"a batch of {plan.batch} cannot be split into {micro_batches} equal micro-batches{pairs} (ranks × "
+            f"gradient_accumulation); use a batch that is a multiple of {unit}"
+        )
 
 
 def steps_per_epoch_text(images: int, batch: int) -> str:

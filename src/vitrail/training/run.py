@@ -18,7 +18,6 @@ from vitrail.data.sources.source import Source
 from vitrail.data.sources.splits import Splits
 from vitrail.data.stream import RankSlice, Stream
 from vitrail.data.views import AnyBatch, MultiCropTraining, view_batches
-from vitrail.errors import ConfigError
 from vitrail.models.lora import add_adapters, merged
 from vitrail.models.vit import ViT
 from vitrail.runtime import derive_seed, seed_torch
@@ -32,12 +31,12 @@ from vitrail.training.learner import Learner, ShownMetrics
 from vitrail.training.learners import learner_of, shown_metrics
 from vitrail.training.optimizers import freeze, make_optimizer
 from vitrail.training.pipeline import FinishedStep
-from vitrail.training.plan import TrainingPlan
+from vitrail.training.plan import TrainingPlan, check_batch
 from vitrail.training.run_logger import RunLogger
 from vitrail.training.sharding import shard, shard_group
 from vitrail.training.split_predictions import SplitPredictor, split_predictor
 from vitrail.training.state import Progress, Setting, State
-from vitrail.training.state_files import StateWriter, load_state
+from vitrail.training.state_files import StateWriter, check_shared, load_state
 from vitrail.training.step import Stepper
 
 LAST = "last"
@@ -186,6 +185,8 @@ def start_run(job: Job, splits: Splits, pretrained: Bundle | None, folder: Path,
         stepper = Stepper(plan.recipe, plan.preprocess, context.device, context.precision, learner, ranks)
     setting = Setting(torch.get_num_threads(), ranks.processes.size, context.precision, context.sharded)
     shards = shard_group() if context.sharded else None
+    if shards is not None:
+        check_shared(folder, ranks)  # now, not when the first state is saved
     if ranks.is_main:
         for name in (BEST, LAST):
             recover(folder / name)
@@ -261,14 +262,7 @@ def _training(job: Job, train: Source) -> Training | MultiCropTraining:
     """Return this rank's slice of the training stream."""
     plan, processes, data = job.plan, job.context.ranks.processes, job.plan.recipe.data
     stream = Stream(len(train), plan.batch, plan.recipe.seed, data.repeats, train.labels if data.balance else None)
-    micro_batches = processes.size * plan.recipe.gradient_accumulation
-    unit = 2 * micro_batches if plan.mixing.on else micro_batches
-    if plan.batch % unit:
-        pairs = " of whole pairs, which mixing needs" if plan.mixing.on else ""
-        raise ConfigError(
-            f"a batch of {plan.batch} cannot be split into {micro_batches} equal micro-batches{pairs} (ranks × "
-            f"gradient_accumulation); use a batch that is a multiple of {unit}"
-        )
+    check_batch(plan, processes.size)
     rank_slice = RankSlice(processes.rank, processes.size)
     if plan.recipe.dino is not None and not data.on_device:  # on the device, the learner makes the views
         crops = plan.recipe.dino.crops(plan.model)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.data.remote.filesystems import is_remote, path_in
+from vitrail.data.remote.filesystems import is_remote, public_url
 from vitrail.data.sources.in_memory import InMemory, recorded_kind
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.io import (
@@ -66,7 +66,7 @@ def origin_of(data: str | Path | InMemory, pretrained: Bundle | None, teacher: T
     """Return the origin of a run."""
     taught_by = "" if teacher is None else teacher.digest
     if is_remote(str(data)):
-        place = path_in(str(data))  # the signature of a URL changes, and is secret
+        place = public_url(str(data))  # the signature of a URL changes, and is secret
     else:
         place = str(data) if isinstance(data, InMemory) or str(data) == BUILT_IN else str(Path(str(data)).resolve())
     if pretrained is None:

@@ -13,7 +13,7 @@ from vitrail.data.batches import Batch, Evaluation, evaluation_batches
 from vitrail.data.resident import ResidentEvaluation
 from vitrail.data.sources.source import Source
 from vitrail.data.stream import RankSlice
-from vitrail.errors import DataError
+from vitrail.errors import DataError, StorageError
 from vitrail.evaluation import predict_all
 from vitrail.tasks.task import Predictions, Task
 from vitrail.training.context import RunContext, evaluation_batch
@@ -95,6 +95,8 @@ def digest_of(source: Source, index: int) -> str:
     """Return a digest of an image's stored content, independent of its name."""
     try:
         stored = source.read(index)
+    except StorageError:
+        raise
     except DataError:  # deleted since it was predicted
         return ""
     content = stored if isinstance(stored, bytes) else np.ascontiguousarray(stored).tobytes()

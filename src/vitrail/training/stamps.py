@@ -10,14 +10,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitrail.data.remote.filesystems import is_remote
 from vitrail.data.sources.index_files import load_index, save_index
-from vitrail.data.sources.source import Source
+from vitrail.data.sources.manifests import Manifest
+from vitrail.data.sources.source import Source, base_of
 from vitrail.data.sources.splits import Splits
 from vitrail.errors import DataError
 
 STAMPS = "stamps.index"
 GONE = (-1, -1)
 """The stamp of a file that cannot be accessed; the error is raised when it is read."""
+
+
+NOT_ASKED = (0, 0)
+"""The stamp of a remote file that a manifest lists: a request for every file would take too long."""
 
 
 def check_stamps(folder: Path, splits: Splits) -> str | None:
@@ -53,6 +59,8 @@ def check_stamps(folder: Path, splits: Splits) -> str | None:
 
 
 def _stamp(source: Source, index: int) -> tuple[int, int]:
+    if is_remote(source.name(index)) and isinstance(base_of(source), Manifest):
+        return NOT_ASKED
     try:
         return source.stamp(index)
     except DataError:

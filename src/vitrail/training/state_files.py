@@ -26,7 +26,15 @@ from vitrail.io import file_digest, flush, follow_umask, full_disk_hint, read_js
 from vitrail.training.distributed import Ranks
 from vitrail.training.sharding import ShardGroup
 from vitrail.training.state import Setting, State
-from vitrail.training.state_shards import cpu_copies, load_slices, load_whole, prepare_folder, save_slices
+from vitrail.training.state_shards import (
+    NOT_SHARED,
+    appears,
+    cpu_copies,
+    load_slices,
+    load_whole,
+    prepare_folder,
+    save_slices,
+)
 
 KEPT = 2
 WHOLE = "state.safetensors"
@@ -53,7 +61,9 @@ class StateWriter:
             tensors, content = cpu_copies(state.tensors(), self.shards), _content(state, self.setting)
             self._writing = self._thread.submit(self._save_slices, self.shards, tensors, content)
         elif self.ranks.is_main and self.ranks.device.type == "cuda":
-            tensors, content = _on_cpu(state.tensors()), _content(state, self.setting)
+            # Copies, because the next steps change what is on the CPU already, such as step counts.
+            tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.tensors().items()}
+            content = _content(state, self.setting)
             self._writing = self._thread.submit(_save_whole, self.folder, tensors, content)
         elif self.ranks.is_main:
             save_state(self.folder, state, self.setting)
@@ -84,11 +94,7 @@ class StateWriter:
 
 def save_state(folder: Path, state: State, setting: Setting) -> None:
     """Write the training state of an unsharded model, and delete all but the newest two."""
-    _save_whole(folder, _on_cpu(state.tensors()), _content(state, setting))
-
-
-def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    _save_whole(folder, {name: tensor.detach() for name, tensor in state.tensors().items()}, _content(state, setting))
 
 
 def _content(state: State, setting: Setting) -> dict[str, Any]:
@@ -101,7 +107,7 @@ def _save_whole(folder: Path, tensors: dict[str, Tensor], content: dict[str, Any
     temporary = folder / f".{content['step']:08d}.{os.getpid()}"
     try:
         temporary.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, temporary / WHOLE)
+        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, temporary / WHOLE)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise _not_saved(folder, error) from None
@@ -152,6 +158,8 @@ def load_state(
     if content is None:
         return notes
     place = folder / f"{content['step']:08d}"
+    if shards is not None:
+        check_shared(place, ranks)
     if shards is None:
         with ranks.together():
             tensors = _tensors_in(place, content) if newest is not None else None
@@ -160,6 +168,13 @@ def load_state(
         state.restore(load_slices(place, state, shards), str(folder))
     _restore_progress(folder, state, content)
     return notes
+
+
+def check_shared(folder: Path, ranks: Ranks) -> None:
+    """Raise on all ranks if one of them does not see a folder of the main process: sharded states need that."""
+    with ranks.together():
+        if not appears(folder):
+            raise CheckpointError(f"sharded training needs {folder} on every rank, but {NOT_SHARED}")
 
 
 def _newest(folder: Path, setting: Setting, notes: list[str]) -> tuple[Path, dict[str, Any]] | None:

@@ -4,6 +4,7 @@ Every rank writes one file. The files open on any number of ranks, and so does t
 """
 
 import shutil
+import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,10 @@ from vitrail.training.sharding import ShardGroup
 from vitrail.training.slices import on_cpu
 from vitrail.training.state import State
 
+NOT_SHARED = "a rank does not see it; put the run folder on a disk that all machines share"
+VISIBLE_WITHIN = 60.0
+"""Seconds until a new folder is visible on all machines: NFS caches for 30 s and more that a name does not exist."""
+
 
 def cpu_copies(tensors: Mapping[str, Tensor], shards: ShardGroup) -> dict[str, Tensor]:
     """Copy a sharded state to the CPU, where later steps do not change it."""
@@ -28,11 +33,37 @@ def cpu_copies(tensors: Mapping[str, Tensor], shards: ShardGroup) -> dict[str, T
 
 
 def prepare_folder(folder: Path, shards: ShardGroup, *, is_main: bool) -> None:
-    """Create an empty folder; all ranks have to call it. A killed run may have left files there."""
+    """Create an empty folder that every rank sees; a failure of one is an `OSError` on every rank.
+
+    All ranks have to call it. A killed run may have left files there.
+    """
+    error: OSError | None = None
     if is_main:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    dist.barrier(shards.group)
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        except OSError as raised:
+            error = raised
+    _raise_together(error, shards)
+    _raise_together(None if appears(folder) else OSError(NOT_SHARED), shards)
+
+
+def appears(folder: Path, seconds: float = VISIBLE_WITHIN) -> bool:
+    """Return whether this rank sees a folder that another one has made; a network disk may take a while."""
+    give_up = time.monotonic() + seconds
+    while not folder.is_dir():
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(min(1.0, seconds / 10))
+    return True
+
+
+def _raise_together(error: OSError | None, shards: ShardGroup) -> None:
+    errors: list[OSError | None] = [None] * dist.get_world_size(shards.group)
+    dist.all_gather_object(errors, error, group=shards.group)
+    first = next((raised for raised in errors if raised is not None), None)
+    if first is not None:
+        raise first
 
 
 def save_slices(folder: Path, tensors: Mapping[str, Tensor], shards: ShardGroup) -> None:

@@ -1,5 +1,6 @@
 """`train`: a folder of images in, an evaluated classifier out."""
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
 from vitrail._version import __version__
@@ -14,7 +16,7 @@ from vitrail.acceleration.planner import Purpose
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.cache import CacheSize, cached
 from vitrail.data.sources.given import Data, given_data
-from vitrail.data.sources.in_memory import InMemory
+from vitrail.data.sources.in_memory import InMemory, recorded_kind
 from vitrail.data.sources.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.runtime import Processes, busy_cpu_note, choose_device, process_group, repeatable
@@ -81,11 +83,13 @@ def train(
         raise ConfigError(f"evaluate_on is {evaluate_on!r}; choose 'test' or 'val'")
     data, chosen = given_data(data), choose_device(device)
     with process_group(chosen) as processes, Ranks(processes, chosen).watched() as ranks:
-        with ranks.together(), ranks.main_first():
+        with ranks.together():
             asked = recipe_for(method, recipe or default_recipe(pretrained, method), changes)
+        ranks.wait_at_most(asked.distributed.timeout_minutes)
+        ranks.doing("opening the data")  # an index of remote shards may take hours
+        with ranks.together(), ranks.main_first():
             request = _request(data, asked, pretrained, overrides, keys, teacher, folder, chosen)
         _check_ranks_agree(ranks, request)
-        ranks.wait_at_most(asked.distributed.timeout_minutes)
         job = _job(request, ranks, workers)
         result, summary = _trained(request, job, quiet, printed, evaluate_on)
     return Run(request.folder, result.best, result.metrics, job.plan.defaults, summary)
@@ -186,14 +190,23 @@ def _check_ranks_agree(ranks: Ranks, request: _Request) -> None:
         error = ConfigError(f"the ranks have different versions: {', '.join(versions)}; install the same everywhere")
         error.everywhere = True
         raise error
-    words, images = json.dumps(request.splits.record, sort_keys=True), len(request.splits.train)
-    plans = ranks.all_gather((request.plan.recipe.fingerprint(), images, words))
+    images = len(request.splits.train)
+    plans = ranks.all_gather((request.plan.recipe.fingerprint(), images, _data_digest(request)))
     if len(set(plans)) > 1:
         counts = sorted({images for _, images, _ in plans})
         seen = f"{counts[0]:,} and {counts[-1]:,} images" if len(counts) > 1 else "different names or settings"
         error = ConfigError(f"the ranks do not see the same data: {seen}; give all of them the same files")
         error.everywhere = True
         raise error
+
+
+def _data_digest(request: _Request) -> str:
+    """Return a digest of the split, the order of the training labels and, of data in memory, its fingerprint."""
+    digest = hashlib.blake2b(json.dumps(request.splits.record, sort_keys=True).encode(), digest_size=16)
+    digest.update(np.ascontiguousarray(request.splits.train.labels).data)
+    if recorded_kind(request.origin.data) is not None:  # a path may differ between machines
+        digest.update(request.origin.data.encode())
+    return digest.hexdigest()
 
 
 def _job(request: _Request, ranks: Ranks, workers: int | None) -> Job:

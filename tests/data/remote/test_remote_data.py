@@ -20,12 +20,19 @@ from tests.support.tiny_runs import TINY, tiny_run
 
 from vitrail.data.augmentation.augment import Augmentation
 from vitrail.data.batches import Training, training_batches
+from vitrail.data.cache import CacheSize, cached
+from vitrail.data.checking.check import check_data
 from vitrail.data.preprocess import Preprocess
+from vitrail.data.remote import filesystems
+from vitrail.data.sources.contents import digests_of
 from vitrail.data.sources.opening import open_data, open_source
+from vitrail.data.sources.selection import choose_images
 from vitrail.data.sources.source import Source, digits
 from vitrail.data.stream import Stream
 from vitrail.errors import DataError, StorageError
 from vitrail.inference.listing import list_items
+from vitrail.training.plan import describe_data
+from vitrail.training.stamps import check_stamps
 
 PATTERN = "train-{0000..0003}.tar"
 
@@ -281,3 +288,89 @@ def test_a_dataset_of_a_hub(written: Path, tmp_path: Path) -> None:
         gone = forked_commands.run("check", "hf://datasets/org/digits/none.tar", environment=environment)
         assert gone.returncode == 2
         assert "hf://datasets/org/digits/none.tar does not exist; correct the URL" in gone.stderr
+
+
+SECRET = "token=SECRET"
+
+
+@pytest.mark.parametrize("place", [PATTERN, "digits.parquet", "list.csv"])
+def test_secrets_stay_out_of_names_and_keys(server: FileServer, written: Path, place: str) -> None:
+    login = server.url.replace("//", "//me:SECRET@")
+    plain, local = open_data(f"{server.url}/{place}"), open_data(written / place)
+    signed, new_signature = (open_data(f"{login}/{place}?{token}") for token in (SECRET, "token=SECRET2"))
+    assert "SECRET" not in str(signed.record)
+    assert signed.record == new_signature.record == plain.record == local.record  # so a run can be resumed
+    names = [signed.train.name(index) for index in range(len(signed.train))]
+    assert len(set(names)) == len(names)
+    assert "SECRET" not in str(names)
+
+
+def test_signed_urls_in_a_manifest(server: FileServer, tmp_path: Path) -> None:
+    for name, url in {"signed": "images/{}.png?" + SECRET, "by-query": "images/1.png?number={}&" + SECRET}.items():
+        rows = [f"{server.url}/{url.format(number)},{number % 3}" for number in range(30)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["path,label", *rows]))
+    signed, by_query = (open_data(tmp_path / f"{name}.csv", per_class=3) for name in ("signed", "by-query"))
+    assert all(key.endswith(".png") for key in signed.record["names"]["train"])
+    keys = by_query.record["names"]["train"]
+    assert len(set(keys)) == len(keys) == 9
+    assert "SECRET" not in str([signed.record, by_query.record])
+
+
+def test_names_of_predictions_have_no_signature(server: FileServer) -> None:
+    places = [f"{server.url}/{name}?{SECRET}" for name in ("train-0001.tar", "digits.parquet")]
+    names = [item.name for item in list_items(places)]
+    assert len(set(names)) == len(names) == 110
+    assert b"SECRET" not in b"".join(names)
+
+
+def test_an_index_of_shards_without_a_version_is_not_kept(server: FileServer) -> None:
+    server.versions = False
+    place, shard = f"{server.url}/train-0001.tar", server.folder / "train-0001.tar"
+    first = open_source(place).read(0)
+    shard.write_bytes((server.folder / "train-0002.tar").read_bytes())
+    assert open_source(place).read(0) != first
+
+
+def test_a_run_on_a_manifest_of_urls_asks_for_no_stamps(server: FileServer, tmp_path: Path) -> None:
+    splits = open_data(f"{server.url}/list.csv")
+    before = len(server.requests)
+    assert check_stamps(tmp_path, splits) is None
+    assert check_stamps(tmp_path, splits) is None
+    assert len(server.requests) == before
+
+
+def test_a_new_version_of_an_image_is_cached_anew(server: FileServer, tmp_path: Path) -> None:
+    place, size = f"{server.url}/list.csv", CacheSize(8, 1)
+    before = cached(open_source(place), size, folder=tmp_path / "pixels")
+    (server.folder / "images" / "0.png").write_bytes((server.folder / "images" / "1.png").read_bytes())
+    after = cached(open_source(place), size, folder=tmp_path / "pixels")
+    assert (before.read(0) != after.read(0)).any()
+    assert (after.read(0) == after.read(1)).all()
+
+
+def test_images_are_not_bad_because_storage_fails(
+    server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filesystems, "ATTEMPTS", 1)
+    splits = open_data(f"{server.url}/list.csv")
+    server.status = 503
+    for reads in (
+        lambda: cached(splits.train, CacheSize(8, 1), folder=tmp_path / "pixels"),
+        lambda: check_data(splits, size=8),
+        lambda: describe_data(splits.train),
+        lambda: digests_of(splits.train),
+        lambda: choose_images(f"{server.url}/list.csv", record=splits.record),
+    ):
+        with pytest.raises(StorageError, match=r"HTTP status 503 \(1 attempts\); check the server"):
+            reads()
+
+
+def test_a_remote_manifest_cannot_name_local_files(server: FileServer, tmp_path: Path) -> None:
+    (tmp_path / "own.png").write_bytes((server.folder / "images" / "0.png").read_bytes())
+    (server.folder / "evil.csv").write_text(f"path,label\nimages/1.png,a\n{tmp_path}/own.png,b\n")
+    message = r"own\.png is a path on this machine, in a remote manifest; list a URL"
+    with pytest.raises(DataError, match=message):
+        open_source(f"{server.url}/evil.csv")
+    _, refused = list_items([f"{server.url}/evil.csv"])
+    with pytest.raises(DataError, match=message):
+        refused.read()

@@ -4,6 +4,7 @@ import os
 import resource
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ from tests.support.remote_servers import FileServer
 
 from vitrail.data.remote import block_cache, filesystems, stored_files
 from vitrail.data.remote.block_cache import BlockCache
-from vitrail.data.remote.filesystems import MissingFileError, Status, fetch, is_remote, path_in, status
-from vitrail.data.remote.stored_files import RemoteFile, open_stored, read_remote
+from vitrail.data.remote.filesystems import MissingFileError, Status, fetch, is_remote, path_in, public_url, status
+from vitrail.data.remote.stored_files import RemoteFile, forget_versions, open_stored, read_remote
 from vitrail.errors import ConfigError, DataError, StorageError
+from vitrail.io import atomic_write
 
 CONTENT = bytes(range(256)) * 400
 
@@ -43,6 +45,11 @@ def test_what_a_url_is() -> None:
     assert not any(map(is_remote, ("/s3://x", "photos", "ftp://h/x", b"file:///x", "data:image/png;base64,")))
     assert path_in("https://h/x.tar?token=1") == "https://h/x.tar"
     assert path_in("s3://b/x?.tar") == "s3://b/x?.tar"
+    assert public_url("https://me:secret@h/x.tar?token=1") == "https://h/x.tar"
+    assert public_url("https://h/@me/x.tar") == "https://h/@me/x.tar"
+    hashed = [public_url(f"https://h/x?id={number}", hashed=True) for number in (1, 2, 2)]
+    assert len(set(hashed)) == 2
+    assert hashed[0].startswith("https://h/x?")
 
 
 def test_ranges_are_read_once_and_kept_in_blocks(server: FileServer, tmp_path: Path) -> None:
@@ -192,3 +199,57 @@ def test_settings_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"^VITRAIL_REMOTE_TIMEOUT is 'soon'; set a number, 0 or more$"):
         status("http://127.0.0.1:9/x")
     assert Status(1, 2) == (1, 2)
+
+
+def test_a_file_without_a_version_is_not_cached(server: FileServer, tmp_path: Path) -> None:
+    server.versions = False
+    for content in (CONTENT, CONTENT[::-1]):  # of equal size, so that only the content differs
+        (server.folder / "a.bin").write_bytes(content)
+        with open_stored(f"{server.url}/a.bin") as file:
+            assert file.readall() == content
+        forget_versions()
+        assert read_remote(f"{server.url}/a.bin", 100, 5) == content[5:105]
+    assert blocks(tmp_path) == []
+
+
+def test_a_new_version_is_read_once_data_is_opened_again(server: FileServer) -> None:
+    forget_versions()
+    assert read_remote(f"{server.url}/a.bin", 100) == CONTENT[:100]
+    (server.folder / "a.bin").write_bytes(CONTENT[::-1])
+    assert read_remote(f"{server.url}/a.bin", 100) == CONTENT[:100]  # a run reads one version
+    forget_versions()
+    assert read_remote(f"{server.url}/a.bin", 100) == CONTENT[::-1][:100]
+
+
+def test_a_folder_that_another_process_removes_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = BlockCache(tmp_path, 10**6)
+    removed: list[Path] = []
+
+    def write_after_removal(path: Path) -> AbstractContextManager[Path]:
+        if not removed:
+            path.parent.rmdir()
+            removed.append(path.parent)
+        return atomic_write(path)
+
+    monkeypatch.setattr(block_cache, "atomic_write", write_after_removal)
+    assert cache.read("key", 0, 4, 0, 4, lambda: b"abcd") == b"abcd"
+    assert removed
+    assert cache.usable
+    assert (tmp_path / "key" / "0").read_bytes() == b"abcd"
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    cache = BlockCache(tmp_path, 10**6)
+    (tmp_path / "key").mkdir()
+    old, new = tmp_path / "key" / ".1.abc.part", tmp_path / "key" / ".2.abc.part"
+    for path in (old, new):
+        path.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    cache.read("key", 0, 4, 0, 4, lambda: b"abcd")
+    assert (old.exists(), new.exists()) == (False, True)
+
+
+def test_a_url_that_is_signed_for_get_requests_only(server: FileServer) -> None:
+    server.head = False
+    with open_stored(f"{server.url}/a.bin?signature=1") as file:
+        assert file.readall() == CONTENT

@@ -18,7 +18,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 
 import vitrail
 from vitrail.data.decode import decode
-from vitrail.data.sources.given import given_data
+from vitrail.data.sources.given import given_data, lists_images
 from vitrail.data.sources.in_memory import InMemory, recorded_kind
 from vitrail.data.sources.opening import open_source, open_unlabelled
 from vitrail.data.sources.selection import choose_images
@@ -90,8 +90,8 @@ def test_labels_of_a_dataset_are_known_without_reading_it() -> None:
     reading, telling = Digits(), Telling()
     whole = opened(telling).splits["train"]
     np.testing.assert_array_equal(whole.labels, opened(reading).splits["train"].labels)
-    assert telling.reads == len(telling) + 1  # sampled, and the first once more
-    assert reading.reads == 2 * len(reading) + 1
+    assert telling.reads == len(telling) + 9  # sampled, and every fourth once more
+    assert reading.reads == 2 * len(reading) + 9
     telling.targets = telling.targets[::-1]  # not those of the items
     np.testing.assert_array_equal(opened(telling).splits["train"].labels, whole.labels)
 
@@ -205,6 +205,15 @@ class Augmented(Digits):
         return np.full((8, 8), self.reads, np.uint8), int(self.numbers[index])
 
 
+class Flipped(Digits):
+    """Some items are flipped, as by a random transform; the first one is not."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        image = self.images[index]
+        return (image[:, ::-1] if self.reads % 37 == 5 else image), int(self.numbers[index])
+
+
 class Broken(Digits):
     def __getitem__(self, index: int) -> Any:
         raise KeyError("label_7")
@@ -243,8 +252,8 @@ WRONG: dict[str, tuple[object, str]] = {
     "regression": ((GREY, [0.1, 0.2, 0.3, 0.4]), "the arrays has fractional numbers as labels"),
     "unlabelled array": (GREY, "the arrays without labels cannot be used here; pass a tuple of images and labels"),
     "unlabelled list": ([ONE, ONE + 1], "the list without labels cannot be used here; pass pairs of an image"),
-    "floats": ((GREY - 1.0, [0, 1] * 2), "the images has values from -1 to -1; an image has integers 0…255 or floats"),
-    "not a number": ((GREY + np.nan, [0, 1] * 2), "the images has values from nan to nan"),
+    "floats": ((GREY - 1.0, [0, 1] * 2), "the array of images has values from -1 to -1; an image has integers 0…255"),
+    "not a number": ((GREY + np.nan, [0, 1] * 2), "the array of images has values from nan to nan"),
     "channels first": ((np.zeros((4, 3, 8, 8)), [0, 1] * 2), "an array of images should be (images, height, width, ch"),
     "channels last": ((torch.zeros(4, 8, 8, 3), [0, 1] * 2), "a tensor of images should be (images, channels, height"),
     "rows of pixels": ((np.zeros((4, 64)), [0, 1] * 2), "the images have shape (4, 64); expected (images, height"),
@@ -257,11 +266,16 @@ WRONG: dict[str, tuple[object, str]] = {
     "text labels": ((GREY, "abcd"), "the labels are of type str; give one label per image"),
     "no image column": (pd.DataFrame({"x": [1]}), "the DataFrame has no image column; rename one of its columns ('x')"),
     "no labels": (pd.DataFrame({"image": [ONE]}), "the DataFrame without labels cannot be used here; add a column"),
+    "NA of pandas": (
+        pd.DataFrame({"image": [ONE, ONE + 1], "label": pd.array([1, None], dtype="Int64")}),
+        "row 1 has no label; add one, or remove the image",
+    ),
     "odd split": (pd.DataFrame({"image": [ONE], "label": [0], "split": ["dev"]}), "row 0 of the DataFrame has the spl"),
     "mapping": ({"path": ["a.png"], "label": ["x"]}, "a mapping with the keys 'path', 'label'; name its splits train"),
     "paths of splits": ({"train": "photos"}, "the train split is of type str; give its images with labels"),
     "normalised": (Normalised(), "has values from -1 to"),
     "augmented": (Augmented(), "item 0 of the dataset is another image when it is read again; leave out random"),
+    "sometimes augmented": (Flipped(), "of the dataset is another image when it is read again; leave out random"),
     "broken": (Broken(), "item 0 of the dataset cannot be read: KeyError: 'label_7'"),
     "numbers": (Numbers(), "item 0 of the dataset is of type int, not an image"),
     "loader": (DataLoader(Digits()), "the data is a DataLoader; pass its dataset, loader.dataset"),
@@ -283,3 +297,15 @@ def test_a_path_twice_in_a_list(folder: Path) -> None:
     path = str(next(folder.rglob("*.png")))
     with pytest.raises(DataError, match=r"is twice in the list, as items 0 and 1; list it once"):
         open_source([(path, 0), (path, 1)])
+
+
+def test_two_images_are_columns_or_pairs() -> None:
+    images = [ONE, ONE + 1]
+    assert lists_images((images, ["a", "b"]))
+    for two in ((images, ["a", "b"]), (np.stack(images), ("a", "b")), ((images[0], "a"), (images[1], "b"))):
+        assert open_source(two).classes == ("a", "b")
+
+
+def test_a_project_with_its_own_module_datasets() -> None:
+    own = type("Photos", (Digits,), {"__module__": "datasets"})()
+    np.testing.assert_array_equal(open_source(own).labels, open_source(Digits()).labels)

@@ -43,7 +43,7 @@ from vitrail.data.image_files import HEAD, reads_heic, sniff
 from vitrail.data.sources.contents import content_hash
 from vitrail.data.sources.index_files import index_file
 from vitrail.data.sources.source import Pixels, Source
-from vitrail.errors import DataError
+from vitrail.errors import DataError, StorageError
 
 SurveyProgress = Callable[[int, int], None]
 """Called with the number of images done so far and the total."""
@@ -243,6 +243,8 @@ def _inspect(
     """Return the row of one image, and why it is unusable."""
     try:
         stored = source.read(index)
+    except StorageError:
+        raise  # the image may be fine
     except DataError as error:
         cause = str(error).removeprefix(source.name(index)).removeprefix(" cannot be read: ").strip()
         return (UNREAD, 0, 0, 0, (0, 0), False, b"", b""), cause

@@ -3,7 +3,8 @@
     remote/<hash of URL and version>/<number>   one block of a file
     remote/locks/<number>                       held while a block is downloaded
 
-A new version of a file has another hash, so a block is never stale. Blocks appear by renaming, so a block is complete.
+A new version of a file has another hash, so a block is never stale; files without a version are not stored. Blocks
+appear by renaming, so a block is complete.
 If the disk is full, reading continues without the cache.
 """
 
@@ -19,12 +20,15 @@ from pathlib import Path
 
 from vitrail.data.remote.filesystems import positive_setting
 from vitrail.data.sources.index_files import cache_folder
-from vitrail.io import atomic_write, full_disk_hint, lock_file
+from vitrail.io import PARTIAL, atomic_write, full_disk_hint, lock_file
 
 BLOCK = 4 << 20
 """Bytes of a block: a request's latency is small compared to its transfer."""
 DEFAULT_LIMIT_GB = 20.0
 LOCKS = 64
+ATTEMPTS = 5
+ABANDONED = 3600.0
+"""Seconds after which a block that is still being written belongs to a process that was killed."""
 KEEP = 0.9
 """Fraction of the limit that remains after blocks are removed."""
 TOUCH_EVERY = 60.0
@@ -63,20 +67,29 @@ class BlockCache:
         return block[start : start + size]
 
     def _store(self, path: Path, block: bytes) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(path) as temporary:
-                temporary.write_bytes(block)
-        except OSError as error:
-            self._give_up(error)
-            return
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with atomic_write(path) as temporary:
+                    temporary.write_bytes(block)
+                break
+            except OSError as error:
+                # Another process may remove a folder while it is still empty.
+                if isinstance(error, FileNotFoundError) and attempt < ATTEMPTS:
+                    continue
+                self._give_up(error)
+                return
         self._unchecked += len(block)
         if self._unchecked > self.limit // 100:
             self._unchecked = 0
             self._remove_oldest()
 
     def _remove_oldest(self) -> None:
-        """Remove the least recently used blocks, if there are too many."""
+        """Remove the least recently used blocks, if there are too many, and what killed processes left behind."""
+        for path in self.folder.glob(f"*/.*{PARTIAL}"):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > ABANDONED:
+                    path.unlink()
         blocks = []
         for path in self.folder.glob("*/[!.]*"):
             with suppress(OSError):

@@ -10,7 +10,7 @@ import importlib
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
@@ -24,6 +24,7 @@ ATTEMPTS = 7
 FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0
 """Seconds between two attempts: doubled each time."""
 DEFAULT_TIMEOUT = 30.0
+_LOGIN = re.compile(r"^(https?://)[^/?#]*@", re.IGNORECASE)
 _REMOTE = re.compile(rb"(?:s3|gs|https?|hf)://", re.IGNORECASE)
 _VERSION_FIELDS = (
     "ETag", "etag", "blob_id", "generation", "md5Hash", "Content-MD5", "Last-Modified", "LastModified", "mtime",
@@ -43,7 +44,12 @@ class Status(NamedTuple):
 
     size: int
     tag: int
-    """Hash of what the server says about the version: ETag, generation, or time of the last change."""
+    """Hash of what the server says about the version: ETag, generation, or time of the last change; 0 if nothing."""
+
+    @property
+    def known(self) -> bool:
+        """Whether the server says something about the version, so that a change of equal size is noticed."""
+        return self.tag != 0
 
 
 def is_remote(place: str | bytes) -> bool:
@@ -54,6 +60,18 @@ def is_remote(place: str | bytes) -> bool:
 def path_in(url: str) -> str:
     """Return a URL without its query; for other schemes than HTTP, the URL itself: a "?" is then part of the name."""
     return url.partition("?")[0] if url.lower().startswith("http") else url
+
+
+def public_url(url: str, *, hashed: bool = False) -> str:
+    """Return a URL without what may be secret: its query, which may be replaced by a hash, and a login."""
+    bare = _LOGIN.sub(r"\1", path_in(url))
+    return f"{bare}?{_hash(url):014x}" if hashed and url != path_in(url) else bare
+
+
+def differ_by_query(urls: Iterable[str]) -> bool:
+    """Return whether some URLs differ only in their queries. Otherwise, new signatures do not change public URLs."""
+    different = set(urls)
+    return len({path_in(url) for url in different}) < len(different)
 
 
 def request_timeout() -> float:
@@ -85,7 +103,7 @@ def status(url: str) -> Status:
         if info.get("size") is None:
             raise DataError(f"the server does not say how large {printable_path(url)} is; download the file")
         version = [f"{name} {info[name]}" for name in _VERSION_FIELDS if info.get(name)]
-        return Status(int(info["size"]), _hash("\n".join(version)))
+        return Status(int(info["size"]), _hash("\n".join(version)) if version else 0)
 
     return _retried(url, once)
 
@@ -233,7 +251,8 @@ def _permanent(url: str, error: BaseException) -> VitrailError | None:
 def _reason(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "no data arrived in time"
-    code, text = _code(error), first_line(error)
+    # Some messages of aiohttp quote the URL.
+    code, text = _code(error), re.sub(r"https?://\S+", lambda url: printable_path(url[0]), first_line(error))
     if code is not None and not text.startswith("[Errno"):
         return f"HTTP status {code}"
     return re.sub(r"^\[Errno \d+\] ", "", text)[:200]

@@ -20,14 +20,15 @@ CHECK_EVERY = 1.0
 class RemoteFile(io.RawIOBase):
     """A file at a URL, read by ranges.
 
-    If `cached`, whole blocks are downloaded and kept on disk. With `sequential`, the block last read stays in memory.
+    If `cached`, whole blocks are downloaded and kept on disk, unless the server does not tell versions apart: then
+    they might be stale later. With `sequential`, the block last read stays in memory.
     The file must keep the version `expected`, by default that of its first use.
     """
 
     def __init__(self, url: str, expected: Status | None = None, *, sequential: bool = False, cached: bool = True):
         super().__init__()
         self.url, self.status = url, status(url) if expected is None else expected
-        self._sequential, self._cached = sequential, cached
+        self._sequential, self._cached = sequential, cached and self.status.known
         self._block: tuple[int, bytes] = (-1, b"")
         self._at = 0
 
@@ -167,9 +168,14 @@ def open_stored_text(place: str, *, newline: str | None = None) -> io.TextIOWrap
 
 
 def read_remote(url: str, size: int | None = None, start: int = 0) -> bytes:
-    """Return the content of a file at a URL, or a range of it; always of the version that was read first."""
+    """Return the content of a file at a URL, or a range of it; until `forget_versions`, of the version read first."""
     with RemoteFile(url, _first_status(url)) as file:
         return file.read_at(file.status.size if size is None else size, start)
+
+
+def forget_versions() -> None:
+    """Let `read_remote` look for new versions: call it when data is opened, as a notebook may do it again later."""
+    _first_status.cache_clear()
 
 
 @functools.lru_cache(maxsize=65_536)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from vitrail.data.sources.index_files import load_index, save_index
 from vitrail.data.sources.source import Pixels, Source
-from vitrail.errors import DataError
+from vitrail.errors import DataError, StorageError
 
 CONTENTS = "contents.index"
 MOST_IN_BUNDLE = 100_000
@@ -67,6 +67,8 @@ def digests_of(source: Source) -> Digests:
     for index in range(len(source)):
         try:
             digests.append(content_hash(source.read(index))[0])
+        except StorageError:
+            raise
         except DataError:
             continue
     return np.array(digests, np.uint64)

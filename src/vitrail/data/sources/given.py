@@ -84,7 +84,7 @@ def _convert(data: Any, on_progress: Progress | None) -> InMemory:
         return frame_data(data)
     if isinstance(data, np.ndarray | Tensor):
         return array_data(data, None)
-    if isinstance(data, tuple) and len(data) == 2 and not is_pair(data[0]):
+    if _is_two_columns(data):
         return _columns(*data)
     if isinstance(data, list | tuple):
         return list_data(data)
@@ -151,11 +151,18 @@ def _prefixed(source: Source, prefix: str) -> Source:
 
 def lists_images(data: object) -> bool:
     """Whether `predict` should open an object as data: it is not itself an image, nor a sequence of images."""
-    if isinstance(data, tuple) and len(data) == 2 and not is_pair(data[0]):
+    if isinstance(data, tuple) and _is_two_columns(data):
         return _is_column(data[1])
     if isinstance(data, list | tuple):
         return bool(data) and is_pair(data[0])
     return isinstance(data, Mapping | Dataset | DataLoader) or is_frame(data) or is_huggingface(data)
+
+
+def _is_two_columns(data: object) -> bool:
+    """Whether an object is (images, labels), not two pairs: a list of two images is a column, a tuple is a pair."""
+    if not isinstance(data, tuple) or len(data) != 2:
+        return False
+    return isinstance(data[0], list) or not is_pair(data[0])
 
 
 def _is_column(labels: object) -> bool:

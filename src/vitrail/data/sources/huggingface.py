@@ -3,6 +3,7 @@
 The library is imported only to open a folder; an object brings it along.
 """
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from vitrail.data.sources.source import Labels, Pixels, Source, stamp_file
 from vitrail.errors import DataError, InputError
 from vitrail.text import printable_path
 
+MODULES = ("datasets.arrow_dataset", "datasets.iterable_dataset", "datasets.dataset_dict")
+"""Where the library's classes are; many projects have a module `datasets` of their own."""
 MOST_DIGESTED = 2**30
 """Up to this many bytes, the fingerprint is that of the content; of larger datasets it is the library's own."""
 ROWS_AT_ONCE = 256
@@ -57,7 +60,7 @@ class Rows:
 
 def is_huggingface(data: object) -> bool:
     """Whether an object is a dataset of the library; it is not imported for that."""
-    return any(kind.__module__.partition(".")[0] == "datasets" for kind in type(data).__mro__)
+    return any(kind.__module__ in MODULES for kind in type(data).__mro__)
 
 
 def huggingface_data(dataset: Any) -> InMemory:
@@ -120,9 +123,11 @@ def _fingerprint(dataset: Any, rows: Any, image: str, classes: Sequence[str], la
     if rows.data.nbytes > MOST_DIGESTED:
         fingerprint.add(str(dataset._fingerprint))
         return fingerprint.hex
+    numbers = itertools.count()
     for table in rows.with_format("arrow").iter(batch_size=ROWS_AT_ONCE):
         for value in table.column(image).to_pylist():
-            stored = b"" if value is None else stored_image(value, TITLE)
+            where = f"row {next(numbers)} of {TITLE}"
+            stored = b"" if value is None else stored_image(value, where)
             if isinstance(stored, FilePath):
                 fingerprint.add(stored.path)
                 stored = str(stamp_file(stored.path, printable_path(stored.path))[0]).encode()

@@ -144,7 +144,9 @@ def as_list(values: object, what: str) -> list[object]:
 
 
 def _plain(value: Any) -> object:
-    """Return a scalar of NumPy or torch as a Python value; NaN and None are a missing label."""
+    """Return a scalar of NumPy or torch as a Python value; None, NaN and the NA of pandas are a missing label."""
+    if type(value).__name__ in ("NAType", "NaTType"):
+        return None
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray | Tensor) and value.ndim == 0):
         value = value.item()
     if isinstance(value, np.ndarray | Tensor):

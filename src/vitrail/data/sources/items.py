@@ -161,7 +161,7 @@ def _image_array(images: Any) -> Pixels:
             f"the images have shape {tuple(shape)}; expected {expected} with at least one image, or "
             "(images, height, width) for grey ones"
         )
-    pixels = as_pixels(images, "the images", axes=(3, 4))
+    pixels = as_pixels(images, "the array of images", axes=(3, 4))
     return pixels.transpose(0, 2, 3, 1) if tensor and len(shape) == 4 else pixels
 
 

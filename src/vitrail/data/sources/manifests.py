@@ -8,12 +8,13 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data.remote.filesystems import is_remote, path_in
-from vitrail.data.remote.stored_files import open_stored_text
+from vitrail.data.remote.filesystems import differ_by_query, is_remote, path_in, public_url
+from vitrail.data.remote.stored_files import forget_versions, open_stored_text
 from vitrail.data.sources.columns import (
     IMAGE_COLUMNS,
     LABEL_COLUMNS,
@@ -53,8 +54,18 @@ class Manifest:
         return listed_path(self.place, self.paths[index])
 
     def key(self, index: int) -> str:
-        """Return the path of a file as written in the manifest."""
-        return self.paths[index].decode("utf-8", "backslashreplace")
+        """Return the path of a file as written in the manifest; of a URL, only what is not secret."""
+        written, path = self.paths[index].decode("utf-8", "backslashreplace"), self._path(index)
+        if not is_remote(path):
+            return written
+        name = public_url(os.fsdecode(path), hashed=self._differ_by_query)
+        return name if is_remote(written) else name.removeprefix(public_url(_folder(self.place)))
+
+    @cached_property
+    def _differ_by_query(self) -> bool:
+        if b"?" not in self.paths.buffer.tobytes():
+            return False
+        return differ_by_query(os.fsdecode(self._path(index)) for index in range(len(self)))
 
     def name(self, index: int) -> str:
         """Return the path of a file."""
@@ -65,7 +76,7 @@ class Manifest:
         return read_file(self._path(index), self.name(index))
 
     def stamp(self, index: int) -> tuple[int, int]:
-        """Return the size of a file and the time of its last change."""
+        """Return the size of a file and the time of its last change; of a remote one, this needs a request."""
         return stamp_file(self._path(index), self.name(index))
 
 
@@ -129,6 +140,7 @@ def manifest_of(
     on_progress: Progress | None = None,
 ) -> Manifest:
     """Create a source from rows whose images are paths."""
+    forget_versions()
     labels = LabelCollector(place, columns, unit=unit, any_label=unlabelled)
     paths = NamesBuilder()
     first: dict[bytes, tuple[int, int]] = {}
@@ -206,7 +218,16 @@ def _raise_duplicate(place: str, unit: str, path: bytes, lines: tuple[int, int],
 
 def listed_path(place: str, path: bytes) -> bytes:
     """Return a path or URL that is listed in the manifest at `place`."""
-    return path if is_remote(path) else os.path.join(os.fsencode(os.path.dirname(path_in(place))), path)
+    if is_remote(path):
+        return path
+    if is_remote(place) and os.path.isabs(path):  # a file of this machine is none of the server's business
+        raise DataError(f"{printable_path(path)} is a path on this machine, in a remote manifest; list a URL")
+    return os.path.join(os.fsencode(_folder(place)), path)
+
+
+def _folder(place: str) -> str:
+    """Return the folder of a manifest; what is listed there is relative to it."""
+    return os.path.join(os.path.dirname(path_in(place)), "")
 
 
 def _is_file(path: bytes) -> bool:

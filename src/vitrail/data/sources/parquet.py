@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data.remote.filesystems import Status
+from vitrail.data.remote.filesystems import Status, public_url
 from vitrail.data.remote.stored_files import RemoteFile, StoredFile, open_stored
 from vitrail.data.sources.columns import IMAGE_COLUMNS, Columns, LabelCollector, ManifestRow, choose_columns
 from vitrail.data.sources.index_files import Progress
 from vitrail.data.sources.labels import Faults, order_classes, report_faults
 from vitrail.data.sources.manifests import PROGRESS_EVERY, Manifest, manifest_of
-from vitrail.data.sources.source import Labels, reason_of, stamp_file
+from vitrail.data.sources.source import Labels, names_in_common_folder, reason_of, stamp_file
 from vitrail.errors import DataError
 from vitrail.text import printable_path
 
@@ -66,7 +66,7 @@ class ParquetImages:
 
     def name(self, index: int) -> str:
         """Return the file and the number of the row."""
-        return f"{printable_path(self.place)}, row {index + 1}"
+        return f"{printable_path(public_url(self.place))}, row {index + 1}"
 
     def read(self, index: int) -> bytes:
         """Return the bytes of an image."""
@@ -298,8 +298,8 @@ class Tables:
         return np.cumsum([len(table) for table in self.tables], dtype=np.int64)
 
     @cached_property
-    def _home(self) -> str:
-        return os.path.commonpath([os.path.dirname(os.path.abspath(table.place)) for table in self.tables])
+    def _file_names(self) -> list[str]:
+        return names_in_common_folder([table.place for table in self.tables])
 
     def _find(self, index: int) -> tuple[int, int]:
         """Return the index of an image's file, and its index there."""
@@ -313,8 +313,7 @@ class Tables:
     def key(self, index: int) -> str:
         """Return the path of the file relative to the files' common folder, and the image's key there."""
         number, inner = self._find(index)
-        table = self.tables[number]
-        return f"{printable_path(os.path.relpath(os.path.abspath(table.place), self._home))}, {table.key(inner)}"
+        return f"{printable_path(self._file_names[number])}, {self.tables[number].key(inner)}"
 
     def name(self, index: int) -> str:
         """Return a readable name of an image."""

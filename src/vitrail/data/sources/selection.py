@@ -16,7 +16,7 @@ from vitrail.data.sources.opening import Renumbered, open_data, open_source, ren
 from vitrail.data.sources.parquet import ParquetImages, Tables
 from vitrail.data.sources.source import Labels, Pixels, Source, check_source
 from vitrail.data.sources.splits import Splits, keys_of, split_of
-from vitrail.errors import ConfigError, DataError, suggest
+from vitrail.errors import ConfigError, DataError, StorageError, suggest
 from vitrail.io import ContentError, read_json
 
 CHOICES = ("test", "val", "train", "all")
@@ -156,7 +156,7 @@ def _seen_by_name(source: Source, record: Mapping[str, Any]) -> SeenInTraining:
     """Count the images whose names are in a run's split record."""
     names = record["names"] if isinstance(record["names"], Mapping) else {}
     val, test = (set(names.get(split) or ()) for split in ("val", "test"))
-    keys = set(_keys_of(source))
+    keys = set(all_keys_of(source))
     if keys <= test:  # val and test folders may contain files of the same names
         return SeenInTraining(compared_by="name")
     if "train" in names:  # of a run on a subset; the images that it left out were not trained on
@@ -173,9 +173,10 @@ def _trained_on(record: Mapping[str, Any]) -> int:
     return sum(counts.values()) if isinstance(counts, Mapping) else 0
 
 
-def _keys_of(source: Source) -> list[str]:
+def all_keys_of(source: Source) -> list[str]:
+    """Return the keys of a source's images, also of several splits."""
     if isinstance(source, Joined):
-        return [key for inner in source.sources for key in _keys_of(inner)]
+        return [key for inner in source.sources for key in all_keys_of(inner)]
     return keys_of(source)
 
 
@@ -204,6 +205,8 @@ def _recorded_test(
         return None
     try:
         splits = open_data(place, record=record, on_progress=on_progress)
+    except StorageError:
+        raise  # the record may fit: without it, training images would be evaluated
     except DataError:
         return None
     if splits.test is not None:
@@ -217,6 +220,8 @@ def _open(place: str | InMemory, on_progress: Progress | None) -> tuple[Source, 
         return _whole(place), dict(place.splits)
     try:
         source = open_source(place, on_progress=on_progress)
+    except StorageError:
+        raise
     except DataError:  # several splits are not one source; data that cannot be opened at all fails again
         return _whole_and_splits(open_data(place, val=0, test=0, on_progress=on_progress))
     if not isinstance(source, Manifest | ParquetImages | Tables) or source.split_of is None:

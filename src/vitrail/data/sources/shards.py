@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitrail.data.remote.block_cache import block_cache
-from vitrail.data.remote.filesystems import MissingFileError, Status, is_remote, path_in
-from vitrail.data.remote.stored_files import RemoteFile, StoredFile, open_stored, read_at, read_remote
+from vitrail.data.remote.filesystems import MissingFileError, Status, is_remote, path_in, public_url
+from vitrail.data.remote.stored_files import RemoteFile, StoredFile, open_stored, read_at
 from vitrail.data.sources.index_files import (
     Names,
     NamesBuilder,
@@ -26,7 +26,14 @@ from vitrail.data.sources.index_files import (
     settled,
 )
 from vitrail.data.sources.labels import check_classes, label_text, order_classes
-from vitrail.data.sources.source import SUFFIXES, Labels, SkippedFile, reason_of, stamp_file
+from vitrail.data.sources.source import (
+    SUFFIXES,
+    Labels,
+    SkippedFile,
+    names_in_common_folder,
+    reason_of,
+    stamp_file,
+)
 from vitrail.data.sources.tar import Member, members
 from vitrail.errors import DataError, StorageError
 from vitrail.io import ContentError, read_text
@@ -83,22 +90,22 @@ class Shards:
 
     def key(self, index: int) -> str:
         """Return the path of the shard relative to the shards' common folder, and the path inside."""
-        shard = os.path.relpath(os.path.abspath(self._path(index)), self._home)
+        shard = self._shard_names[int(self.index.shard_of[index])]
         return os.path.join(os.fsencode(shard), self.index.names[index]).decode("utf-8", "backslashreplace")
 
     @cached_property
-    def _home(self) -> str:
-        return os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in self.paths])
+    def _shard_names(self) -> list[str]:
+        return names_in_common_folder(self.paths)
 
     def name(self, index: int) -> str:
         """Return the path of the shard and the path inside."""
-        return printable_path(os.path.join(os.fsencode(self._path(index)), self.index.names[index]))
+        return _inside(self._path(index), self.index.names[index])
 
     def skipped(self) -> Iterator[SkippedFile]:
         """Yield the files that are neither images nor labels."""
         for number, (shard, start, size) in enumerate(self.index.other_places.T.tolist()):
-            path = os.fsencode(self.paths[shard])
-            yield SkippedFile(printable_path(os.path.join(path, self.index.others[number])), path, start, size)
+            path = self.paths[shard]
+            yield SkippedFile(_inside(path, self.index.others[number]), os.fsencode(path), start, size)
 
     def read(self, index: int) -> bytes:
         """Return the content of an image's file."""
@@ -169,7 +176,7 @@ def open_shards(paths: Sequence[str], *, unlabelled: bool = False, on_progress: 
 def _read_classes(shard: str) -> list[str] | None:
     path = os.path.join(os.path.dirname(path_in(shard)), CLASSES_FILE)
     try:
-        text = read_remote(path).decode("utf-8") if is_remote(path) else read_text(path)
+        text = _read_remote_text(path) if is_remote(path) else read_text(path)
         return [line.strip() for line in text.removeprefix("\ufeff").rstrip().splitlines()]
     except (FileNotFoundError, MissingFileError):
         return None
@@ -185,12 +192,18 @@ def _read_classes(shard: str) -> list[str] | None:
         raise DataError(f"{printable_path(path)} cannot be read: {reason_of(fault)}") from None
 
 
+def _read_remote_text(url: str) -> str:
+    with RemoteFile(url) as file:
+        return file.read_at(file.status.size, 0).decode("utf-8")
+
+
 def index_shards(paths: Sequence[str], *, on_progress: Progress | None = None) -> ShardIndex:
     """Index the images in shards, or load the index from disk if no shard has changed."""
-    remote = is_remote(paths[0])
     stamps = np.array(list(_mapped(lambda path: stamp_file(path, printable_path(path)), paths)), np.int64)
+    remote = is_remote(paths[0])
+    kept = not remote or bool(stamps[:, 1].all())  # else a server does not tell versions apart
     place = index_file("shards", paths)
-    arrays = load_index(place, _INDEX)
+    arrays = load_index(place, _INDEX) if kept else None
     if arrays is not None and np.array_equal(arrays["stamps"], stamps):
         names = Names(arrays["names"], arrays["name_ends"])
         labels = json.loads(arrays["label_names"].tobytes())
@@ -201,7 +214,7 @@ def index_shards(paths: Sequence[str], *, on_progress: Progress | None = None) -
         return ShardIndex(stamps, *places, names, arrays["codes"], labels, others, arrays["other_places"])
     began = now_ns()
     index = _index(paths, stamps, on_progress)
-    if remote or settled(stamps[:, 1], began):
+    if kept and (remote or settled(stamps[:, 1], began)):
         labels_json = np.frombuffer(json.dumps(index.label_names).encode(), np.uint8)
         names, others = index.names, index.others
         values = (
@@ -297,26 +310,27 @@ def _groups(path: str, file: StoredFile) -> tuple[dict[bytes, _Group], list[Memb
             others.append((folder + slash + stem, member if member.is_file else member._replace(size=0)))
             continue
         if not member.is_file:
-            raise DataError(f"{_inside(path, member)} is a link or a sparse file; write whole files to the shard")
+            raise DataError(f"{_inside(path, member.name)} is a link or a sparse file; write whole files to the shard")
         group = groups.setdefault(folder + slash + stem, _Group())
         if suffix in _IMAGES:
             if group.image is not None:
                 raise DataError(
-                    f"{_inside(path, member)} is the second image of its key, after "
+                    f"{_inside(path, member.name)} is the second image of its key, after "
                     f"{printable_path(group.image.name)}; "
                     "give every image a unique key"
                 )
             group.image = member
         elif suffix in group.labels:
-            raise DataError(f"{_inside(path, member)} occurs twice; give every image a unique key")
+            raise DataError(f"{_inside(path, member.name)} occurs twice; give every image a unique key")
         else:
             group.labels[suffix] = member
     used = {key for key, group in groups.items() if group.image is not None}
     return groups, [member._replace(size=0) if key in used else member for key, member in others]
 
 
-def _inside(path: str, member: Member) -> str:
-    return printable_path(os.path.join(os.fsencode(path), member.name))
+def _inside(path: str, name: bytes) -> str:
+    """Return the readable name of a file in a shard."""
+    return printable_path(os.path.join(os.fsencode(public_url(path)), name))
 
 
 def _label(path: str, file: StoredFile, group: _Group) -> str | None:
@@ -328,7 +342,7 @@ def _label(path: str, file: StoredFile, group: _Group) -> str | None:
         content = read_at(file, member.size, member.start)
         if suffix == b"cls" and _WHOLE_NUMBER.fullmatch(content):
             return str(int(content))
-        where = _inside(path, member)
+        where = _inside(path, member.name)
         try:
             text = content.decode("utf-8-sig").strip()
         except UnicodeDecodeError:

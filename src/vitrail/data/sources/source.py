@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data.remote.filesystems import is_remote, status
+from vitrail.data.remote.filesystems import differ_by_query, is_remote, public_url, status
 from vitrail.data.remote.stored_files import read_remote
 from vitrail.errors import DataError, InputError
 from vitrail.io import open_regular
@@ -146,6 +146,13 @@ class Wrapped:
         return self.base.stamp(index)
 
 
+def base_of(source: Source) -> Source:
+    """Return the source behind subsets and wrappers."""
+    while (base := getattr(source, "base", None)) is not None:
+        source = base
+    return source
+
+
 @dataclass(frozen=True)
 class Arrays:
     """Images in memory: (images, height, width) or (images, height, width, channels)."""
@@ -206,6 +213,14 @@ def check_labels(labels: Labels, classes: Sequence[str]) -> None:
 def reason_of(fault: OSError | ValueError) -> str:
     """Return the system's reason for an error."""
     return (fault.strerror if isinstance(fault, OSError) else None) or str(fault) or type(fault).__name__
+
+
+def names_in_common_folder(paths: Sequence[str]) -> list[str]:
+    """Return paths or URLs relative to their common folder: the names of files wherever the dataset is."""
+    hashed = differ_by_query(paths)
+    whole = [os.path.abspath(public_url(path, hashed=hashed)) for path in paths]
+    home = os.path.commonpath([os.path.dirname(path) for path in whole])
+    return [os.path.relpath(path, home) for path in whole]
 
 
 def read_file(path: str | bytes, name: str) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
-from vitrail.data.remote.filesystems import is_remote, matches
+from vitrail.data.remote.filesystems import is_remote, matches, path_in
 from vitrail.data.remote.stored_files import StoredFile, read_at, size_of
 from vitrail.errors import DataError
 from vitrail.text import printable_path
@@ -44,8 +44,8 @@ def expand_pattern(pattern: str) -> list[str]:
             )
             raise DataError(f"{what} does not exist; correct the pattern")
         paths += found
-    kind = ".parquet" if paths[0].lower().endswith(".parquet") else ".tar"
-    wrong = next((path for path in paths if not path.lower().endswith(kind)), None)
+    kind = ".parquet" if path_in(paths[0]).lower().endswith(".parquet") else ".tar"
+    wrong = next((path for path in paths if not path_in(path).lower().endswith(kind)), None)
     if wrong is not None:
         kinds = "only tar shards, or only Parquet files"
         raise DataError(

@@ -16,6 +16,8 @@ from vitrail.errors import DataError, InputError, VitrailError
 
 SAMPLED = 64
 """Number of items, spread evenly, whose content is part of the fingerprint."""
+REPEATED = 8
+"""Number of items, at least if there are so many, that are read twice: a random flip changes every other one."""
 PROGRESS_EVERY = 1000
 TITLE = "the dataset"
 
@@ -53,7 +55,8 @@ def dataset_data(dataset: Any, on_progress: Progress | None = None) -> InMemory:
         raise DataError("the dataset is empty; give at least one image")
     chosen = sorted({*np.linspace(0, count - 1, min(SAMPLED, count)).astype(int).tolist()})
     sampled = [_image(dataset, index) for index in chosen]
-    _check_repeats(dataset, chosen[0], sampled[0][0])
+    for index, (image, _) in list(zip(chosen, sampled, strict=True))[:: max(1, len(chosen) // REPEATED)]:
+        _check_repeats(dataset, index, image)
     labels = _known_labels(dataset)
     if labels is None or [labels[index] for index in chosen] != [label for _, label in sampled]:
         labels = _read_labels(dataset, on_progress) if sampled[0][1] is not None else [None] * count
