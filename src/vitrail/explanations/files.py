@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vitrail.data.inputs import Item
-from vitrail.errors import DataError
+from vitrail.errors import DataError, StorageError
 from vitrail.explanations.explain import Each, Explainer
 from vitrail.explanations.explanation import Explanation, Outputs, captioned, save_array, save_image, tiled
 from vitrail.runtime import OnProgress, on_stage
@@ -72,6 +72,8 @@ def write_explanations(
         name = printable_path(os.fsdecode(item.name))
         try:
             explanation = _write(explainer, item, name, outputs, drawing, overwrite)
+        except StorageError:
+            raise
         except DataError as error:
             bad.append(error)
             continue

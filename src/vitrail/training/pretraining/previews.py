@@ -23,7 +23,7 @@ from torch import Tensor
 from vitrail.data.decode import open_image
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Source
-from vitrail.errors import CheckpointError, DataError
+from vitrail.errors import CheckpointError, DataError, StorageError
 from vitrail.metrics.components import as_colours, principal_components
 from vitrail.models.vit import ViT
 from vitrail.runtime import autocast, derive_seed, eval_mode
@@ -133,6 +133,8 @@ def drawn_images(source: Source, preprocess: Preprocess, seed: int, most: int) -
     for index in order[: TRIES * most].tolist():
         try:
             pixels = preprocess.fit(open_image(source.read(index)).pixels(preprocess.channels))
+        except StorageError:
+            raise
         except DataError:
             continue
         images.append(torch.from_numpy(pixels.copy()).permute(2, 0, 1))
