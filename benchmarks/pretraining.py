@@ -50,6 +50,7 @@ STEPS = 100_000
 """Length of the run whose steps are measured; schedules depend on it."""
 LR = 1e-5
 MAX_GRAD_NORM = 3.0
+PATHS = ("eager", "compiled")
 Step = Callable[[], None]
 
 
@@ -303,15 +304,14 @@ def synchronise(device: torch.device) -> None:
 def rows_of(setting: Setting, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Measure every contestant of a method, eager and compiled."""
     for library, contestant in CONTESTANTS[setting.method].items():
-        for compiled in (False, True) if options.compiled else (False,):
+        for path in options.paths:
             row = {
                 "method": setting.method, "model": setting.size.name, "batch": setting.batch, "library": library,
-                "path": "compiled" if compiled else "eager", "precision": setting.precision,
+                "path": path, "precision": setting.precision,
             }  # fmt: skip
             try:
-                numbers = measured(
-                    contestant(setting, compiled=compiled), setting.device, options.rounds, options.steps
-                )
+                step = contestant(setting, compiled=path == "compiled")
+                numbers = measured(step, setting.device, options.rounds, options.steps)
                 yield {**row, **numbers, "images_per_second": 1e3 * setting.batch / numbers["step_ms"]}
             except MissingError as missing:
                 yield {**row, "missing": str(missing)}
@@ -350,7 +350,7 @@ def main() -> None:
     parser.add_argument("--model", choices=(SMALL.name, BASE.name), help="measure one model")
     parser.add_argument("--batch", type=int, help="images per step; default 256 for mae, 64 for dino")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to test this script")
-    parser.add_argument("--eager", dest="compiled", action="store_false", help="leave out the compiled rows")
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS, help="which rows to measure")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=20, help="steps per round")

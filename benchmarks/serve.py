@@ -1,22 +1,24 @@
-"""Server throughput: `vitrail serve` vs. a plain FastAPI + timm server.
+"""Server throughput: `vitrail serve` vs. FastAPI and LitServe with a timm model.
 
-    python benchmarks/serve.py
+    python benchmarks/serve.py                                              Ti/16 on a CPU, 64 clients
+    python benchmarks/serve.py --device cuda --model B/16 --clients 64 512 --client-processes 4 --json rows.json
 
-All servers alternate in one run, with the same weights (a Ti/16 at 224 with random weights) and the same JPEGs; 64
-clients each send one image, wait for the response and send the next. The plain server opens the upload with Pillow,
-applies timm's own transform and calls the model, one image at a time; it has two variants, as in FastAPI's tutorial
-(`async def`) and in FastAPI's thread pool (`def`). Ratios compare runs of the same turn. If other programs share the
+All servers alternate in one run, with the same weights (random) and the same JPEGs of 500×375; clients each send one
+image, wait for the response and send the next. Ratios compare runs of the same turn. If other programs share the
 machine, look at the CPU time per request, which hardly depends on them. Ours runs in float32 and with its default
-precision; if that can be bf16, the plain servers also run under autocast for a fair comparison. Clients send prepared
-bytes, so that they cost little. Then ours is overloaded, to count requests without a response. The time from the
-command to the first response is reported, too.
+precision; the peers (benchmarks/serve_peers.py) run in float32 and, if bf16 is fast on the device, under autocast for a
+fair comparison. LitServe (`pip install litserve`) batches, and compiles the model on a GPU. A server that does not
+start is reported. Then ours is overloaded, to count requests without a response. The time from the command to the first
+response is reported, too.
 """
 
 import argparse
-import asyncio
 import contextlib
-import io
+import itertools
+import json
 import os
+import re
+import signal
 import socket
 import statistics
 import subprocess
@@ -27,283 +29,197 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
-from urllib.parse import urlsplit
 
 import httpx
 import torch
-from PIL import Image
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.support.peers import import_peer
+from benchmarks.serve_clients import PATIENCE, Pass, load, photographs
 
 import vitrail
 from vitrail import Bundle, Preprocess
-from vitrail.runtime import faster_in_bf16
+from vitrail.runtime import choose_device, faster_in_bf16
 
-CLIENTS, SECONDS, TURNS, IMAGES = 64, 8.0, 3, 16
-PATIENCE = 120.0
+ROOT = Path(__file__).parents[1]
+OURS = ("vitrail serve --precision float32", "vitrail serve")
 
 
-class Pass(NamedTuple):
-    """The result of one run."""
+class Server(NamedTuple):
+    """A running server."""
 
-    rate: float
-    median: float
-    p95: float
-    cpu: float
-    """CPU seconds per request."""
-    outcomes: Counter[str]
+    place: str
+    process: int
+    ready: float
+    """Seconds from the command to the first response."""
+
+
+class DidNotStart(Exception):  # noqa: N818 - it is reported, and the others are measured
+    """A server did not start."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--clients", type=int, default=CLIENTS)
-    parser.add_argument("--seconds", type=float, default=SECONDS)
-    parser.add_argument("--turns", type=int, default=TURNS)
-    parser.add_argument("--peer", nargs=4, metavar=("KIND", "PRECISION", "PORT", "BUNDLE"), help="run a peer's server")
-    options = parser.parse_args()
-    if options.peer:
-        run_peer(options.peer[0], options.peer[1], int(options.peer[2]), Path(options.peer[3]))
-        return
+    options = parse()
     with tempfile.TemporaryDirectory() as folder:
-        bundle = Path(folder) / "ti16"
+        bundle = Path(folder) / "model"
         torch.manual_seed(0)
-        model = vitrail.create("Ti/16")
+        model = vitrail.create(options.model)
         with torch.no_grad():
             cast("nn.Linear", model.head).weight.normal_(std=0.1)
         Bundle(model, Preprocess()).save(bundle)
-        compare(bundle, options.clients, options.seconds, options.turns)
-        overload(bundle, options.seconds)
+        found = compare(bundle, options)
+        if options.overload:
+            overload(bundle, options)
+    if options.json is not None:
+        on_gpu = options.device == "cuda"
+        machine = torch.cuda.get_device_name() if on_gpu else "CPU"
+        content = {"device": machine, "cores": os.cpu_count(), "torch": torch.__version__, "model": options.model}
+        options.json.write_text(json.dumps({**content, "rows": found}, indent=2) + "\n", encoding="utf-8")
 
 
-def compare(bundle: Path, clients: int, seconds: float, turns: int) -> None:
-    photos = photographs()
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="Ti/16", help="a named model")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--clients", type=int, nargs="+", default=[64])
+    parser.add_argument("--client-processes", type=int, default=1, help="processes that the clients share")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of a turn")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--only", default="", help="a regular expression: which servers")
+    parser.add_argument("--litserve-workers", type=int, nargs="+", default=[1])
+    parser.add_argument("--no-overload", dest="overload", action="store_false")
+    parser.add_argument("--json", type=Path, help="write all rows to this file")
+    return parser.parse_args()
+
+
+def commands(bundle: Path, options: argparse.Namespace) -> dict[str, tuple[list[str], str]]:
+    """Return the command of each server, without its port, and the path of its route."""
+    precisions = ("float32", "bf16") if faster_in_bf16(choose_device(options.device)) else ("float32",)
+    own = [sys.executable, "-m", "vitrail", "serve", str(bundle), "--device", options.device, "--no-log-requests"]
+    most = str(2 * max(256, *options.clients))  # all clients have one address
+    own += ["--connections", most, "--client-connections", most, "--queue", most]
+    found = {OURS[0]: ([*own, "--precision", "float32"], "/v1/predict"), OURS[1]: (own, "/v1/predict")}
+    peer = [sys.executable, "-m", "benchmarks.serve_peers"]
+    for precision, kind in itertools.product(precisions, ("async", "thread")):
+        words = [*peer, kind, precision, options.device, "PORT", str(bundle)]
+        found[f"FastAPI + timm, {kind}, {precision}"] = words, "/predict"
+    for workers in options.litserve_workers:
+        words = [*peer, "litserve", precisions[-1], options.device, "PORT", str(bundle), "--workers", str(workers)]
+        found[f"LitServe + timm, workers: {workers}, {precisions[-1]}"] = words, "/predict"
+    return {name: found[name] for name in found if re.search(options.only, name)}
+
+
+@contextlib.contextmanager
+def started(command: list[str], route: str) -> Iterator[Server]:
+    """Start a server and wait for its first prediction."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+    words = [port if word == "PORT" else word for word in command]
+    words += [] if "PORT" in command else ["--port", port]
+    place, began = f"http://127.0.0.1:{port}{route}", time.perf_counter()
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=log, cwd=ROOT, start_new_session=True)
+        try:
+            while not responds(place):
+                if time.perf_counter() > began + 3 * PATIENCE or process.poll() is not None:
+                    log.seek(0)
+                    raise DidNotStart(next(reversed(log.read().strip().splitlines()), "no error message"))
+                time.sleep(0.05)
+            yield Server(place, process.pid, time.perf_counter() - began)
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            with contextlib.suppress(ProcessLookupError):  # LitServe's own processes outlive it
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def responds(place: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return bool(ask(place).status_code == 200)
+    return False
+
+
+def ask(place: str) -> httpx.Response:
+    return httpx.post(place, files={"image": ("photo.jpg", photographs()[0], "image/jpeg")}, timeout=PATIENCE)
+
+
+def compare(bundle: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure all servers in turns; print a table for each number of clients."""
+    servers: dict[str, Server] = {}
+    rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
-        ready, url, process = stack.enter_context(ours(bundle, "--precision", "float32"))
-        print(f"vitrail serve: first response {ready:.1f} s after the command (target: at most 10 s)")
-        places = {"vitrail serve --precision float32": (f"{url}/v1/predict", process)}
-        _, url, process = stack.enter_context(ours(bundle))
-        places["vitrail serve"] = (f"{url}/v1/predict", process)
-        for precision in ("float32", "bf16") if faster_in_bf16(torch.device("cpu")) else ("float32",):
-            for kind in ("async def", "def"):
-                places[f"FastAPI + timm, {kind}, {precision}"] = stack.enter_context(peer(kind, precision, bundle))
-        requests = {name: [encoded(place, photo) for photo in photos] for name, (place, _) in places.items()}
-        check_alike(places, photos)
-        for name, (place, process) in places.items():
-            asyncio.run(load(place, requests[name], clients, 2.0, process))
-        settled = httpx.get(f"{url}/v1/models").json()["models"][0]["precision"]
-        print(f"default precision of ours: {settled}")
-        results: dict[str, list[Pass]] = {name: [] for name in places}
-        for _ in range(turns):
-            for name, (place, process) in places.items():
-                results[name].append(asyncio.run(load(place, requests[name], clients, seconds, process)))
+        for name, (command, route) in commands(bundle, options).items():
+            try:
+                servers[name] = stack.enter_context(started(command, route))
+            except DidNotStart as error:
+                print(f"{name}: does not start: {error}")
+                continue
+            print(f"{name}: first response {servers[name].ready:.1f} s after the command", flush=True)
+        check_alike(servers)
+        for clients in options.clients:
+            results = measured(servers, clients, options)
+            rows += [{"clients": clients, **row} for row in table(results, clients, options)]
+    return rows
+
+
+def check_alike(servers: dict[str, Server]) -> None:
+    """Check that all servers return the same prediction."""
+    predictions = {
+        name: ask(server.place).json()["results"][0]["classes"][0]["index"] for name, server in servers.items()
+    }
+    if len(set(predictions.values())) > 1:
+        sys.exit(f"the servers' predictions differ: {predictions}")
+
+
+def measured(servers: dict[str, Server], clients: int, options: argparse.Namespace) -> dict[str, list[Pass]]:
+    """Return the passes of each server; the first, short ones warm up."""
+    results: dict[str, list[Pass]] = {name: [] for name in servers}
+    for turn in range(options.turns + 1):
+        for name, server in servers.items():
+            seconds = options.seconds if turn else 2.0
+            one = load(server.place, clients, seconds, server.process, options.client_processes)
+            results[name] += [one] if turn else []
+    return results
+
+
+def table(results: dict[str, list[Pass]], clients: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Print a row for each server, and yield it."""
     print(
-        f"\n{clients} clients, {turns} turns of {seconds:g} s, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n"
+        f"\n{clients} clients, {options.turns} turns of {options.seconds:g} s, {options.model}, "
+        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n× rate, × p95: the requests/s and the p95 of ours, in "
+        "float32 / by default, as multiples of that server's\n"
     )
-    print(
-        "× rate, × p95: how many times the requests/s and the p95 of that server ours has, in float32 / as it settled\n"
-    )
-    print("| server | requests/s | median ms | p95 ms | CPU ms | × requests/s | × p95 |\n|---|---|---|---|---|---|---|")
+    print("| server | requests/s | median ms | p95 ms | CPU ms | × rate | × p95 |\n|---|---|---|---|---|---|---|")
+    own = [name for name in OURS if name in results]
     for name, passes in results.items():
-        rate, median, p95 = (statistics.median(numbers) for numbers in list(zip(*passes, strict=True))[:3])
-        cost = statistics.median(one.cpu for one in passes)
-        pairs = [list(zip(results[own], passes, strict=True)) for own in list(results)[:2]]
-        faster = " / ".join(f"{statistics.median(a.rate / b.rate for a, b in pair):.2f}" for pair in pairs)
-        slower = " / ".join(f"{statistics.median(a.p95 / b.p95 for a, b in pair):.2f}" for pair in pairs)
-        times = f"{1000 * median:.0f} | {1000 * p95:.0f} | {1000 * cost:.1f}"
-        print(f"| {name} | {rate:.1f} | {times} | {faster} | {slower} |")
-        bad = sum((one.outcomes for one in passes), Counter()) - Counter({"200": 10**9})
+        rate, median, p95, cpu = (statistics.median(numbers) for numbers in list(zip(*passes, strict=True))[:4])
+        pairs = {each: list(zip(results[each], passes, strict=True)) for each in own}
+        faster = {each: statistics.median(a.rate / b.rate for a, b in pair) for each, pair in pairs.items()}
+        slower = {each: statistics.median(a.p95 / b.p95 for a, b in pair) for each, pair in pairs.items()}
+        shown = [" / ".join(f"{value:.2f}" for value in values.values()) for values in (faster, slower)]
+        times = f"{1000 * median:.0f} | {1000 * p95:.0f} | {1000 * cpu:.1f}"
+        print(f"| {name} | {rate:.1f} | {times} | {shown[0]} | {shown[1]} |", flush=True)
+        bad = sum((one.outcomes for one in passes), Counter[str]()) - Counter({"200": 10**9})
         if bad:
             print(f"  other responses: {dict(bad)}")
+        yield {
+            "server": name, "requests_per_second": rate, "median_ms": 1000 * median,
+            "p95_ms": 1000 * p95, "cpu_ms": 1000 * cpu, "rate_of_ours": faster, "p95_of_ours": slower,
+            "other_responses": dict(bad),
+        }  # fmt: skip
 
 
-def overload(bundle: Path, seconds: float) -> None:
-    with ours(bundle, "--queue", "32") as (_, url, process):
-        place = f"{url}/v1/predict"
-        requests = [encoded(place, photo) for photo in photographs()]
-        one = asyncio.run(load(place, requests, 256, seconds, process))
+def overload(bundle: Path, options: argparse.Namespace) -> None:
+    """Send more requests than ours can queue, and count those without a response."""
+    command, route = commands(bundle, argparse.Namespace(**{**vars(options), "only": f"{OURS[1]}$"}))[OURS[1]]
+    with started([*command, "--queue", "32"], route) as server:
+        one = load(server.place, 256, options.seconds, server.process, options.client_processes)
     lost = {outcome: count for outcome, count in one.outcomes.items() if outcome not in ("200", "503")}
     print(
         f"\noverload: 256 clients on a queue of 32: {one.outcomes['200']} served (p95 {1000 * one.p95:.0f} ms), "
         f"{one.outcomes['503']} rejected with 503, lost: {lost or 'none'}"
     )
-
-
-# ── clients ──
-
-
-async def load(place: str, requests: list[bytes], clients: int, seconds: float, process: int) -> Pass:
-    """Keep clients busy for some seconds; wait for requests in flight."""
-    before = cpu_seconds(process)
-    spent: list[float] = []
-    outcomes: Counter[str] = Counter()
-    start = time.perf_counter()
-    end = start + seconds
-
-    async def keep_asking(number: int) -> None:
-        connection = Connection(place)
-        while time.perf_counter() < end:
-            began = time.perf_counter()
-            try:
-                status = await asyncio.wait_for(connection.ask(requests[number % len(requests)]), PATIENCE)
-            except (OSError, EOFError, TimeoutError) as error:
-                outcomes[type(error).__name__] += 1
-                connection.close()
-                continue
-            outcomes[str(status)] += 1
-            if status == 200:
-                spent.append(time.perf_counter() - began)
-            else:
-                await asyncio.sleep(0.25)  # rejected: retry, sooner than Retry-After says
-        connection.close()
-
-    await asyncio.gather(*map(keep_asking, range(clients)))
-    taken = time.perf_counter() - start
-    ordered = sorted(spent)
-    p95, cost = ordered[int(0.95 * (len(ordered) - 1))], (cpu_seconds(process) - before) / len(spent)
-    return Pass(len(spent) / taken, statistics.median(spent), p95, cost, outcomes)
-
-
-class Connection:
-    """One client's keep-alive connection."""
-
-    def __init__(self, place: str) -> None:
-        self.place = urlsplit(place)
-        self.ends: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-
-    async def ask(self, request: bytes) -> int:
-        """Send a request, and return the status once the whole response has arrived."""
-        if self.ends is None:
-            self.ends = await asyncio.open_connection(self.place.hostname, self.place.port)
-        reader, writer = self.ends
-        writer.write(request)
-        await writer.drain()
-        first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").splitlines()
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        await reader.readexactly(int(headers["content-length"]))
-        if headers.get("connection") == "close":
-            self.close()
-        return int(first.split()[1])
-
-    def close(self) -> None:
-        """Close the connection; safe to call twice."""
-        if self.ends is not None:
-            self.ends[1].close()
-            self.ends = None
-
-
-def encoded(place: str, photo: bytes) -> bytes:
-    """Return the raw bytes of a multipart request with one file."""
-    request = httpx.Request("POST", place, files={"image": ("photo.jpg", photo, "image/jpeg")})
-    lines = [f"POST {request.url.path} HTTP/1.1", *(f"{name}: {value}" for name, value in request.headers.items())]
-    return "\r\n".join([*lines, "", ""]).encode() + request.read()
-
-
-def cpu_seconds(process: int) -> float:
-    """Return the CPU time of a process so far; 0 if the system does not report it."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / float(os.sysconf("SC_CLK_TCK"))
-
-
-def check_alike(places: dict[str, tuple[str, int]], photos: list[bytes]) -> None:
-    """Check that all servers return the same predictions."""
-    predictions: list[Any] = []
-    for place, _ in places.values():
-        results = httpx.post(place, files={"image": ("photo.jpg", photos[0], "image/jpeg")}, timeout=PATIENCE).json()[
-            "results"
-        ]
-        predictions.append([row["index"] for row in results[0]["classes"]])
-    if any(one[:1] != predictions[0][:1] for one in predictions):
-        sys.exit(f"the servers' predictions differ: {predictions}")
-
-
-def photographs() -> list[bytes]:
-    """Draw smooth images of 500×375 pixels, which compress like photos."""
-    generator = torch.Generator().manual_seed(1)
-    made = []
-    for _ in range(IMAGES):
-        coarse = torch.randint(0, 256, (30, 40, 3), dtype=torch.uint8, generator=generator)
-        file = io.BytesIO()
-        Image.fromarray(coarse.numpy()).resize((500, 375), Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
-        made.append(file.getvalue())
-    return made
-
-
-# ── servers ──
-
-
-@contextlib.contextmanager
-def ours(bundle: Path, *words: str) -> Iterator[tuple[float, str, int]]:
-    command = [sys.executable, "-m", "vitrail", "serve", str(bundle), "--port", "0", "--no-log-requests", *words]
-    began = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        line = process.stdout.readline() if process.stdout is not None else ""
-        url = line.split(" at ")[1].strip().rstrip("/")
-        httpx.get(f"{url}/readyz").raise_for_status()
-        yield time.perf_counter() - began, url, process.pid
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-@contextlib.contextmanager
-def peer(kind: str, precision: str, bundle: Path) -> Iterator[tuple[str, int]]:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    command = [sys.executable, __file__, "--peer", kind, precision, str(port), str(bundle)]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    try:
-        end = time.monotonic() + PATIENCE
-        while True:
-            try:
-                httpx.get(f"http://127.0.0.1:{port}/openapi.json").raise_for_status()
-                break
-            except httpx.HTTPError:
-                if time.monotonic() > end or process.poll() is not None:
-                    sys.exit("the other server does not start; are fastapi and timm installed?")
-                time.sleep(0.2)
-        yield f"http://127.0.0.1:{port}/predict", process.pid
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def run_peer(kind: str, precision: str, port: int, bundle: Path) -> None:
-    """Run the plain server."""
-    import uvicorn
-    from fastapi import FastAPI, UploadFile
-
-    timm = import_peer("timm")
-    model = timm.create_model(f"local-dir:{bundle}", pretrained=True).eval()
-    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
-    app = FastAPI()
-
-    def respond(content: bytes) -> dict[str, Any]:
-        pixels = transform(Image.open(io.BytesIO(content)).convert("RGB")).unsqueeze(0)
-        in_bf16 = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
-        with torch.inference_mode(), in_bf16:
-            likely = model(pixels).float().softmax(dim=1).topk(5)
-        rows = zip(likely.indices[0].tolist(), likely.values[0].tolist(), strict=True)
-        return {"results": [{"classes": [{"index": index, "probability": value} for index, value in rows]}]}
-
-    if kind == "async def":
-
-        @app.post("/predict")
-        async def predict(image: UploadFile) -> dict[str, Any]:
-            return respond(await image.read())
-
-    else:
-
-        @app.post("/predict")
-        def predict_in_a_thread(image: UploadFile) -> dict[str, Any]:
-            return respond(image.file.read())
-
-    uvicorn.run(app, port=port, log_level="error")
 
 
 if __name__ == "__main__":

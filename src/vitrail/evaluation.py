@@ -13,14 +13,15 @@ from vitrail.acceleration.auto import IMAGES, open_best, plan_text
 from vitrail.acceleration.engine import CapturedModel, prepare
 from vitrail.acceleration.planner import plan_of
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.data.batches import BadImage, Batch, evaluation_batches, first_images
+from vitrail.data.batches import BadImage, Batch, first_images
 from vitrail.data.batches import Evaluation as EvaluationData
+from vitrail.data.decoder_choice import choose_for_source
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.contents import recorded_contents
 from vitrail.data.sources.selection import Selection, seen_in_training
 from vitrail.data.sources.source import Source
 from vitrail.errors import DataError, Diverged
-from vitrail.runtime import OnPlan, Precision, PrecisionChoice, autocast, choose_device, eval_mode
+from vitrail.runtime import InferencePrecision, OnPlan, Precision, PrecisionChoice, autocast, choose_device, eval_mode
 from vitrail.tasks.lookup import CLASSIFICATION, compare_for, task_of
 from vitrail.tasks.metrics import HELD_OUT, TRAINING, Metrics
 from vitrail.tasks.task import Predictions, Task
@@ -34,6 +35,7 @@ def evaluate_bundle(
     precision: PrecisionChoice = "float32",
     batch: int = 64,
     workers: int | None = None,
+    decode: str = "auto",
     by_number: bool = False,
     kind: str = HELD_OUT,
     on_progress: Callable[[int, int], None] | None = None,
@@ -53,7 +55,9 @@ def evaluate_bundle(
     if on_plan is not None:
         on_plan(plan)
     data = EvaluationData(source, bundle.preprocess, batch, bad_files="skip")
-    batches = evaluation_batches(data, workers=workers, pin=target.type == "cuda")
+    decoder = choose_for_source(decode, target, bundle.preprocess, source, workers=workers)
+    decoder.announce(on_plan)
+    batches = decoder.batches(data, target, workers)
     if on_progress is not None:
         batches = _with_progress(batches, on_progress, len(source))
     return evaluate(
@@ -101,6 +105,7 @@ def evaluate_chosen(
     precision: PrecisionChoice = "float32",
     batch: int = 64,
     workers: int | None = None,
+    decode: str = "auto",
     by_number: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
     on_plan: OnPlan | None = None,
@@ -118,6 +123,7 @@ def evaluate_chosen(
         precision=precision,
         batch=batch,
         workers=workers,
+        decode=decode,
         by_number=by_number,
         kind=kind,
         on_progress=on_progress,
@@ -179,7 +185,7 @@ def predict_all(
     return Predictions(activated, labels, indices, tuple(bad))
 
 
-def check_finite(outputs: Tensor, indices: Tensor, name: Callable[[int], str], precision: Precision) -> None:
+def check_finite(outputs: Tensor, indices: Tensor, name: Callable[[int], str], precision: InferencePrecision) -> None:
     """Raise if outputs (B, …) are not finite, naming the first such image."""
     wrong = ~outputs.flatten(1).isfinite().all(dim=1)
     if wrong.any():

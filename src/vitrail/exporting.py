@@ -10,16 +10,40 @@ from torch import Tensor
 
 from vitrail._version import __version__
 from vitrail.acceleration.export.check import TOLERANCE, Check, check_outputs
-from vitrail.acceleration.export.graph import BATCH, INPUT, Archive, Graph, output_name, require, trace, write_archive
-from vitrail.acceleration.export.onnx import OPSET, OnnxFile, check_opset, onnx_program, write_onnx
+from vitrail.acceleration.export.dynamic_size import check_dynamic_size
+from vitrail.acceleration.export.graph import (
+    BATCH,
+    HEIGHT,
+    INPUT,
+    WIDTH,
+    Archive,
+    Graph,
+    output_name,
+    require,
+    trace,
+    write_archive,
+)
+from vitrail.acceleration.export.onnx import OPSET, OnnxFile, check_opset, onnx_program, write_onnx, write_quantised
 from vitrail.acceleration.export.openvino import Compiled, openvino_model, write_openvino
+from vitrail.acceleration.int8.check import Int8Check
+from vitrail.acceleration.int8.quantise import require_packages
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import ready_bundle
 from vitrail.checkpoints.writing import atomic_file
+from vitrail.data.sources.given import Data
 from vitrail.errors import CheckpointError, ConfigError, suggest
+from vitrail.quantisation import (
+    CalibrationImages,
+    calibration_images,
+    check_calibration,
+    check_int8,
+    quantised_graph,
+)
+from vitrail.runtime import OnProgress
 from vitrail.tasks.lookup import compare_for, task_of
 
 Form = Literal["onnx", "torch", "openvino"]
+ExportPrecision = Literal["float32", "int8"]
 SUFFIXES: dict[Form, str] = {"onnx": ".onnx", "torch": ".pt2", "openvino": ".xml"}
 FORMATS = "the formats are onnx (.onnx), torch (.pt2) and openvino (.xml)"
 PACKAGES: dict[Form, tuple[str, ...]] = {
@@ -38,6 +62,8 @@ class Export(NamedTuple):
     check: Check
     metadata: dict[str, Any]
     """The input, output, classes and preprocessing, as recorded in the file."""
+    int8: Int8Check | None = None
+    """How well the predictions in int8 agree with float32; also in the metadata."""
 
 
 def export(
@@ -47,40 +73,64 @@ def export(
     to: Form = "onnx",
     preprocess: bool = False,
     channels_last: bool = False,
+    dynamic_size: bool = False,
     opset: int | None = None,
+    precision: ExportPrecision = "float32",
+    calibrate: Data | None = None,
     overrides: Mapping[str, Any] | None = None,
     keys: str | Path | None = None,
     overwrite: bool = False,
+    on_progress: OnProgress | None = None,
 ) -> Export:
     """Export a model as a graph for another runtime, with a dynamic batch size, and verify it before renaming it.
 
     With `preprocess` the graph takes uint8 pixels (0…255) and normalises them; without, it takes the output of
     `Preprocess.normalise`. With `channels_last` it takes (B, H, W, C), as decoders return images. Decoding and
     resizing are not part of the graph. Classes and preprocessing are written into the ONNX file, or to a .json file
-    next to the other formats. `opset` is the ONNX opset version. `overrides` and `keys` are those of `load`.
+    next to the other formats. With `dynamic_size` it takes images of any size, in multiples of the patch size. `opset`
+    is the ONNX opset version. `overrides` and `keys` are those of `load`.
+
+    With `precision` "int8" the weights and matmuls of an ONNX or OpenVINO file are int8, calibrated on the images
+    `calibrate`, by default those of the model's run. If that changes too many predictions, nothing is written.
     """
     target = check_request(Path(output), to, opset, overwrite=overwrite)
+    _check_precision(precision, to, calibrate, dynamic_size=dynamic_size)
     opened = ready_bundle(bundle, overrides=overrides, keys=keys)
-    graph = Graph(opened.model, opened.preprocess if preprocess else None, channels_last=channels_last)
+    if dynamic_size:
+        check_dynamic_size(opened.model.config)
+    images = calibration_images(opened, calibrate, on_progress) if precision == "int8" else None
+    graph = Graph(
+        opened.model,
+        opened.preprocess if preprocess else None,
+        channels_last=channels_last,
+        dynamic_size=dynamic_size,
+    )
     metadata = describe_graph(graph, opened)
+    compare = compare_for(opened)
     with atomic_file(target, overwrite=overwrite) as temporary:
-        _write(graph, to, temporary, metadata, OPSET if opset is None else opset)
-        check = check_outputs(graph, opened.preprocess, _opened(to, temporary), compare_for(opened))
-        if not check.passed:
+        int8 = None
+        if images is None:
+            _write(graph, to, temporary, metadata, OPSET if opset is None else opset)
+        else:
+            version = OPSET if opset is None else opset
+            int8 = _write_int8(graph, opened, to, temporary, metadata, version, images, on_progress)
+        check = check_outputs(graph, opened.preprocess, _opened(to, temporary), compare)
+        if not check.passed and int8 is None:
             raise CheckpointError(
                 f"the outputs of the exported {to} file differ by {check.relative:.1e} of the largest output (allowed: "
                 f"{TOLERANCE:.0e}), so it was deleted; this is a bug in vitrail or in the runtime, please report it"
             )
         extra = _move_extra(temporary, target)
     opened.announce()
-    return Export([target, *extra], to, check, metadata)
+    return Export([target, *extra], to, check, metadata, int8)
 
 
 def describe_graph(graph: Graph, bundle: Bundle) -> dict[str, Any]:
     """Return the metadata needed to use the graph on its own."""
     config = bundle.model.config
     height, width, channels = *config.image_size, config.channels
-    sides = [height, width, channels] if graph.channels_last else [channels, height, width]
+    sides: list[int | str] = [HEIGHT, WIDTH] if graph.dynamic_size else [height, width]
+    sides = [*sides, channels] if graph.channels_last else [channels, *sides]
     inside = graph.preprocess is not None
     return {
         "written_by": f"vitrail {__version__}",
@@ -89,6 +139,7 @@ def describe_graph(graph: Graph, bundle: Bundle) -> dict[str, Any]:
             "type": "uint8" if inside else "float32",
             "shape": [BATCH, *sides],
             "normalised": "inside" if inside else "outside: (pixels / 255 - mean) / std",
+            **({"multiples_of": list(config.patch_size)} if graph.dynamic_size else {}),
         },
         "output": output_name(bundle.model),
         **(
@@ -139,11 +190,55 @@ def _write(graph: Graph, to: Form, path: Path, metadata: dict[str, Any], opset: 
     if to == "torch":
         write_archive(program, path)
     else:
-        made = onnx_program(program, output_name(graph.model), opset, extra=to)
+        made = onnx_program(program, output_name(graph.model), opset, axes=graph.axes, extra=to)
         if to == "onnx":
             write_onnx(made, path, {key: _as_text(value) for key, value in metadata.items()})
             return
         write_openvino(openvino_model(made), path)
+    _write_metadata(path, metadata)
+
+
+def _write_int8(
+    graph: Graph,
+    bundle: Bundle,
+    to: Form,
+    path: Path,
+    metadata: dict[str, Any],
+    opset: int,
+    images: CalibrationImages,
+    on_progress: OnProgress | None,
+) -> Int8Check:
+    """Write a quantised graph and its check, which is added to the metadata; raise if int8 changes too much."""
+    if on_progress is not None:
+        on_progress("quantising to int8", 0, None)
+    model = quantised_graph(graph, bundle, images.calibration, opset)
+    if to == "onnx":
+        write_quantised(model, path)
+    else:
+        write_openvino(openvino_model(model), path)
+    check = check_int8(graph, bundle, _opened(to, path), images, compare_for(bundle), on_progress)
+    check.require()
+    metadata["int8"] = check.as_dict()
+    if to == "onnx":
+        write_quantised(model, path, {key: _as_text(value) for key, value in metadata.items()})
+    else:
+        _write_metadata(path, metadata)
+    return check
+
+
+def _check_precision(precision: str, to: str, calibrate: object, *, dynamic_size: bool) -> None:
+    if precision not in get_args(ExportPrecision):
+        raise ConfigError(f"cannot export in {precision!r}; the precisions are float32 and int8")
+    check_calibration(precision, "torch", calibrate)
+    if precision == "int8":
+        if to == "torch":
+            raise ConfigError("int8 is exported as onnx or openvino, not as torch; use --to onnx (to='onnx')")
+        if dynamic_size:
+            raise ConfigError("an int8 graph has one image size; omit --dynamic-size, or export in float32")
+        require_packages()
+
+
+def _write_metadata(path: Path, metadata: dict[str, Any]) -> None:
     text = json.dumps(metadata, indent=2, ensure_ascii=False)
     path.with_name(f"{path.name}.json").write_text(text + "\n", encoding="utf-8")
 

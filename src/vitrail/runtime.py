@@ -22,6 +22,8 @@ from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[att
 from vitrail.errors import ConfigError, suggest
 
 Precision = Literal["float32", "bf16", "fp16"]
+InferencePrecision = Precision | Literal["int8"]
+"""`int8` is for inference on a CPU, with calibration images."""
 PrecisionChoice = Precision | Literal["auto"]
 """`auto`: bf16 if it is faster on the device and gives the same results, else float32."""
 OnProgress = Callable[[str, int, int | None], None]
@@ -86,6 +88,11 @@ def faster_in_bf16(device: torch.device) -> bool:
     # Torch has only a private function for this; if it is gone, assume float32.
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", None)
     return device.type == "cpu" and has_amx is not None and bool(has_amx())
+
+
+def available_cores() -> int:
+    """Return the number of cores available to this process."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def busy_cpu_note(device: torch.device) -> str | None:

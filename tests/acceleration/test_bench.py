@@ -165,7 +165,10 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     [
         (("nowhere",), "nowhere"),
         (("BUNDLE", "--engine", "tensorrt"), "no engine is called 'tensorrt'; there are torch, onnx, openvino"),
-        (("BUNDLE", "--precision", "bf61"), "no precision is called 'bf61'; there are float32, bf16, fp16; did you"),
+        (
+            ("BUNDLE", "--precision", "bf61"),
+            "no precision is called 'bf61'; there are float32, bf16, fp16, int8; did you",
+        ),
         (("BUNDLE", "--batch", "0"), "--batch"),
         (("BUNDLE", "--seconds", "0"), "--seconds"),
         (("BUNDLE", "--device", "tpu"), "no device is called 'tpu'"),

@@ -45,6 +45,7 @@ T4_WITHOUT_TRITON = T4._replace(kernels=False, kernel_error="No module named 'tr
 WITHOUT_TRITON = HOPPER._replace(kernels=False, kernel_error="No module named 'triton'", short_attention=False)
 AMX = Hardware("cpu", fast_bf16=True, onednn_bf16=True, short_attention=True)
 AVX512 = AMX._replace(fast_bf16=False)
+VNNI = AVX512._replace(fast_int8=True)
 OLD_CPU = AVX512._replace(onednn_bf16=False)
 APPLE = Hardware("mps")
 EVERYTHING = (HOPPER, ADA, AMPERE, T4, T4_WITHOUT_TRITON, WITHOUT_TRITON, AMX, AVX512, OLD_CPU, APPLE)
@@ -92,6 +93,17 @@ ROTARY = ViTConfig(position="rope_2d")
         (AVX512, PLAIN, "float32", "eager, float32: this CPU has no bf16 matrix units"),
         (OLD_CPU, PLAIN, "float32", "eager, float32: this CPU has no bf16 matrix units"),
         (OLD_CPU, PLAIN, "fp8", "eager, bf16: fp8 needs an NVIDIA GPU (Ada or later), but the model is on cpu"),
+        (VNNI, PLAIN, "int8", "OpenVINO, int8"),
+        (VNNI, ROTARY, "int8", "OpenVINO, int8"),
+        (AMX, PLAIN, "int8", "OpenVINO, int8: bf16 is fast on this CPU too; compare them with vitrail bench"),
+        (
+            OLD_CPU,
+            PLAIN,
+            "int8",
+            "OpenVINO, int8: this CPU has no int8 dot products (VNNI), so int8 may not be faster than float32",
+        ),
+        (HOPPER, PLAIN, "int8", "eager, float32, CUDA graphs: int8 runs on the CPU only, not on cuda"),
+        (APPLE, PLAIN, "int8", "eager, float32: int8 runs on the CPU only, not on mps"),
         (APPLE, PLAIN, "float32", "eager, float32"),
         (APPLE, PLAIN, "fp16", "eager, fp16"),
         (APPLE, PLAIN, "bf16", "eager, bf16: there is no fused path for mps"),
@@ -293,7 +305,7 @@ def test_every_training_plan(
 
 
 def test_every_path_is_planned_somewhere() -> None:
-    precisions: tuple[Any, ...] = ("float32", "bf16", "fp8")
+    precisions: tuple[Any, ...] = ("float32", "bf16", "fp8", "int8")
     planned = {plan_inference(PLAIN, hardware, precision).path for hardware in EVERYTHING for precision in precisions}
     planned |= {plan_training(PLAIN, hardware, "bf16", compiled=True).path for hardware in EVERYTHING}
     chosen = {"onnx", "openvino"}  # by the user, as an engine

@@ -99,6 +99,19 @@ def worst(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("resize", ["squash", "cover", "contain"])
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "lanczos"])
+def test_quick_pixels_are_close_to_pillows(size: tuple[int, int], resize: Any, interpolation: Any) -> None:
+    preprocess = Preprocess(size=(224, 208), resize=resize, resize_to=(256, 240), interpolation=interpolation)
+    pixels = np.asarray(photograph(size))
+    exact, quick = preprocess.fit(pixels).astype(int), preprocess.fit(pixels, quick=True).astype(int)
+    assert quick.shape == exact.shape
+    # Bicubic overshoots at hard edges of enlarged images.
+    assert abs(quick - exact).max() <= {"bilinear": 1, "bicubic": 16, "lanczos": 0}[interpolation]
+    assert abs(quick - exact).mean() <= 0.05 if min(size) > 240 else 0.3
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize(("resample", "tolerance"), [("bilinear", 1), ("bicubic", 2)])
 def test_transformers(size: tuple[int, int], resample: Any, tolerance: int) -> None:
     image = photograph(size)

@@ -17,7 +17,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.resident import Resident, ResidentEvaluation
 from vitrail.data.sources.opening import open_source
 from vitrail.data.stream import RankSlice, Stream
-from vitrail.errors import ConfigError, DataError
+from vitrail.errors import DataError
 
 CPU = torch.device("cpu")
 
@@ -82,12 +82,6 @@ def test_bad_files_are_replaced_and_reported_once(folder: Path, bad: str) -> Non
         Resident(training(folder, bad_files="refuse"), CPU, 0)
 
 
-def test_too_large_for_the_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitrail.data.resident.MOST_BYTES", 100)
-    with pytest.raises(ConfigError, match="10 images of 8×8 pixels are too many to keep on the device"):
-        Resident(training(folder), CPU, 0)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("rank_slice", [RankSlice(0, 1), RankSlice(0, 2), RankSlice(1, 2)])
 def test_repeated_evaluation_reads_files_once(folder: Path, workers: int, rank_slice: RankSlice) -> None:
@@ -111,11 +105,3 @@ def test_an_interrupted_evaluation_is_not_kept(folder: Path) -> None:
     kept = ResidentEvaluation(data, CPU, 0)
     next(iter(kept.batches()))
     assert len(list(kept.batches())) == len(data)
-
-
-def test_a_split_too_large_to_keep_is_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitrail.data.resident.MOST_BYTES", 100)
-    kept = ResidentEvaluation(Evaluation(open_source(folder), Preprocess(size=(8, 8)), 3, bad_files="skip"), CPU, 0)
-    assert sum(len(batch.labels) for batch in kept.batches()) == 10
-    (folder / "b" / "3.png").unlink()
-    assert sum(len(batch.labels) for batch in kept.batches()) == 9

@@ -51,6 +51,19 @@ def finish(folder: Path) -> None:
         output.finish(JOB, {number: write(folder, number) for number in range(JOB.chunks)})
 
 
+def test_what_another_job_has_written_meanwhile_is_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    late, resuming = (ChunkFolder(folder, resume=resume, overwrite=False) for resume in (False, True))
+    start(folder)
+    finish(folder)
+    for _ in range(2):  # the lock is free again after the first error
+        with pytest.raises(DataError, match=r"another job has written .*; resume it with --resume"), late:
+            pass
+    with resuming:
+        assert len(resuming.start(JOB)) == JOB.chunks
+    assert sorted(file.name for file in folder.iterdir()) == [MANIFEST, *map(part_name, range(JOB.chunks))]
+
+
 def test_chunks_cover_every_image_once() -> None:
     assert [number for chunk in range(JOB.chunks) for number in JOB.range_of(chunk)] == list(range(25))
 

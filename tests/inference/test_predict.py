@@ -7,21 +7,26 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from tests.support.commands import PLAN, CommandOutput, RunCommand, run_command
 from tests.support.prediction_jobs import read_rows, tiny_bundle, tiny_images
 
+from vitrail.data.augmentation.vectorised import can_resize
 from vitrail.data.inputs import Item
-from vitrail.inference.bulk_prediction import predict_items
-from vitrail.inference.classifier import Classifier
+from vitrail.data.item_batches import checked
+from vitrail.errors import ConfigError
+from vitrail.inference.bulk_prediction import ahead, decoding_for, predict_items
+from vitrail.inference.classifier import Classifier, Predictor
 from vitrail.inference.jobs import Output
 from vitrail.inference.listing import list_items
+from vitrail.runtime import Precision
 
 ROOT = Path(__file__).parents[2]
 
@@ -242,6 +247,38 @@ def test_workers_keep_the_order(tmp_path: Path) -> None:
     assert [row.number for row in alone] == list(range(1, 15))
     for workers in (1, 2):
         assert list(chain(*predict_items(classifier, list_items(places), batch=2, workers=workers))) == alone
+
+
+def test_a_gpu_computes_one_batch_ahead() -> None:
+    """`predict_items` calls this for GPUs, whose batches take a thread of their own."""
+    done: list[int] = []
+
+    def compute(item: int) -> int:
+        if item == 5:
+            raise ConfigError("five")
+        done.append(item)
+        return 10 * item
+
+    computed = ahead(compute, iter(range(9)))
+    assert next(computed) == (0, 0)
+    assert set(done) <= {0, 1}
+    assert list(islice(computed, 4)) == [(item, 10 * item) for item in range(1, 5)]
+    with pytest.raises(ConfigError, match="five"):
+        next(computed)
+    assert list(ahead(compute, iter(()))) == []
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_only_float32_has_the_pixels_of_other_libraries(tmp_path: Path, precision: Precision) -> None:
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 80, 3), np.uint8))
+    image.save(tmp_path / "noise.png")
+    predictor: Predictor[Any] = Predictor(tiny_bundle(), precision=precision, device="cpu")
+    predictor.preprocess = predictor.preprocess.replace(size=(48, 48))
+    items = list(list_items([str(tmp_path)]))
+    (decoded,) = checked(decoding_for(predictor)[items]).pixels.permute(0, 2, 3, 1).numpy()
+    exact, quick = (predictor.preprocess.fit(np.asarray(image), quick=quick) for quick in (False, True))
+    assert np.array_equal(decoded, exact if precision == "float32" else quick)
+    assert not np.array_equal(exact, quick) or not can_resize(exact, Image.Resampling.BILINEAR)
 
 
 @pytest.fixture

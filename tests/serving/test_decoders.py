@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from tests.support.hostile_images import jpeg_of_scans, png_of_zeros
 from tests.support.live_server import image, save_tiny
 from tests.support.service_in_process import PNG, settings_for, with_client
@@ -16,7 +17,7 @@ import vitrail.serving.decoders
 from vitrail import Preprocess
 from vitrail.data import structure
 from vitrail.serving.app import Service
-from vitrail.serving.decoders import Decoders, FairQueue
+from vitrail.serving.decoders import Decoders, FairQueue, default_decoders
 from vitrail.serving.decoding import check_upload
 from vitrail.serving.http_errors import HttpError
 from vitrail.serving.settings import Settings
@@ -194,3 +195,11 @@ def test_readiness_reports_a_backed_up_queue(bundle: Path) -> None:
         assert (await client.get("/readyz")).status_code == 200
 
     with_client(settings_for(bundle, decoders=1, deadline=2), ask)
+
+
+def test_a_gpu_leaves_the_cores_to_the_decoders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vitrail.serving.decoders, "available_cores", lambda: 16)
+    assert default_decoders(torch.device("cuda")) == 15
+    assert default_decoders(torch.device("cpu")) == 2  # the model needs the cores
+    monkeypatch.setattr(vitrail.serving.decoders, "available_cores", lambda: 1)
+    assert default_decoders(torch.device("cuda")) == 2

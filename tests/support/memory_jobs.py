@@ -1,5 +1,6 @@
 """Planned runs for the memory tests, and the real steps they are compared with."""
 
+import copy
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from vitrail.training.distributed import Ranks
 from vitrail.training.optimizers import freeze, make_optimizer
 from vitrail.training.plan import DataFacts
 from vitrail.training.recipe_files import read_recipe
+from vitrail.training.sharding import shard
 from vitrail.training.state import Progress, State
 from vitrail.training.step import Stepper, plan_step
 
@@ -54,6 +56,23 @@ def train_two_steps(job: Job) -> None:
         else:
             with average.swapped(model):
                 model(plan.preprocess.normalise(pixels))
+
+
+def take_sharded_steps(job: Job, steps: int = 2) -> None:
+    """Do what a sharded run does: shard the model, take steps, evaluate a batch with the whole weights."""
+    plan, recipe, device = job.plan, job.plan.recipe, job.device
+    with device:
+        model = ViT(plan.model).train()
+    whole = copy.deepcopy(model).to("cpu")
+    shard(model, job.context.ranks, job.precision, compiled=False)
+    average = Average(model, recipe.averaging) if recipe.averaging.on else None
+    state = State(model, make_optimizer(model, recipe.optimizer), average, Progress(), whole=whole)
+    stepper = Stepper(recipe, plan.preprocess, device, job.precision, plain_loss(recipe), job.context.ranks)
+    for _ in range(steps):
+        stepper.step(state, model, _batch(job, plan.batch), 1e-3)
+    pixels = _batch(job, evaluation_batch(job.images)).to(device).pixels
+    with state.averaged(), state.unsharded(), torch.no_grad(), autocast(device, job.precision):
+        state.plain(plan.preprocess.normalise(pixels))
 
 
 def _batch(job: Job, count: int) -> Batch:

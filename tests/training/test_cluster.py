@@ -27,6 +27,43 @@ def test_slices_and_bytes_follow_from_the_number_of_gpus() -> None:
 
 
 @pytest.mark.slow
+def test_the_largest_batch_does_not_depend_on_the_batch_of_the_recipe() -> None:
+    """A small batch needs the most memory per image, because some memory does not grow with the batch."""
+    found = [
+        vitrail.plan("digits", gpus=4, gpu_memory=10**8, changes=[*TINY, f"batch={batch}"], device="cpu").whole
+        for batch in (8, 1024, 65536)
+    ]
+    largest = [gpu.largest_batch for gpu in found]
+    assert [gpu.fits for gpu in found] == [True, True, False]
+    assert min(largest) > 0.95 * max(largest) > 1024
+    again = vitrail.plan("digits", gpus=4, gpu_memory=10**8, changes=[*TINY, f"batch={max(largest)}"], device="cpu")
+    assert again.whole.fits
+
+
+@pytest.mark.slow
+def test_what_cannot_be_sharded_is_not_planned_to_be() -> None:
+    tiny = [change for change in TINY if not change.startswith("precision")]
+    fp16 = vitrail.plan("digits", gpus=4, gpu_memory=1, changes=[*tiny, "precision=fp16"], device="cpu")
+    dino = vitrail.plan("digits", gpus=4, gpu_memory=1, method="dino", changes=TINY, device="cpu")
+    for plan in (fp16, dino):
+        assert (plan.whole.fits, plan.shardable, plan.shards) == (False, False, False)
+
+
+@pytest.mark.slow
+def test_bytes_are_those_of_what_is_trained() -> None:
+    """The decoder of a pretraining method is sent, too; what is frozen is not."""
+    mae = vitrail.plan("digits", gpus=2, gpu_memory=10**9, method="mae", changes=TINY, device="cpu")
+    assert mae.whole.sent > 4 * mae.parameters
+    config = vitrail.ViTConfig(image_size=8, patch_size=4, channels=1, width=32, depth=2, heads=2, classes=10)
+    preprocess = vitrail.Preprocess(size=(8, 8), channels=1, mean=(0.5,), std=(0.5,))
+    bundle = vitrail.Bundle(vitrail.create(config), preprocess, tuple("0123456789"))
+    lora = vitrail.plan(
+        "digits", gpus=2, gpu_memory=10**9, pretrained=bundle, changes=["batch=64", "lora.rank=2"], device="cpu"
+    )
+    assert lora.whole.sent < 4 * lora.parameters / 2
+
+
+@pytest.mark.slow
 def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["train", "digits", "--plan", "--gpu-memory", "1", "--device", "cpu", *WORDS]

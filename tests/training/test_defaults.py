@@ -99,3 +99,13 @@ def test_describing_the_data() -> None:
     assert facts == DataFacts(5, ("a",), 12, True, "cuda")
     colours = np.random.default_rng(0).integers(0, 256, (5, 12, 20, 3), dtype=np.uint8)
     assert not describe_data(Arrays(colours, np.zeros(5, np.int64), ("a",))).grey
+
+
+@pytest.mark.parametrize("recipe", ["cifar10", "mae", "masked-patches", "dino"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_recipes_compile_on_a_gpu_only(recipe: str, device: str) -> None:
+    plan = resolve_defaults(read_recipe(recipe), CIFAR._replace(device=device), None)
+    assert plan.recipe.compile is (device == "cuda")
+    assert [default.value for default in plan.defaults if default.field == "compile"] == [device == "cuda"]
+    asked = resolve_defaults(read_recipe(recipe, ["compile=true"]), CIFAR._replace(device=device), None)
+    assert asked.recipe.compile is True

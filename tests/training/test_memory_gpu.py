@@ -10,6 +10,7 @@ from tests.support.memory_jobs import IMAGES, job, train_two_steps
 from vitrail.errors import ConfigError
 from vitrail.runtime import Precision
 from vitrail.training.auto_batch import fit_batch_to_memory, forecast_line, memory_limit, within_memory
+from vitrail.training.context import Job
 from vitrail.training.memory import forecast, step_fits
 
 pytestmark = [
@@ -33,7 +34,30 @@ def test_the_forecast_matches_a_run(
         gradient_checkpointing=checkpointing,
         optimizer={"kind": kind},
     )
+    compare_with_a_run(planned, f"{kind} {name} {precision} checkpointing={checkpointing}", capsys)
+
+
+@pytest.mark.parametrize("on", [(), ("qkv", "proj"), ("qkv", "proj", "fc1", "fc2")], ids=["full", "attention", "all"])
+@pytest.mark.parametrize("name", ["S/16", "B/16", "L/16"])
+def test_the_forecast_with_adapters_matches_a_run(
+    name: str, on: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = job(
+        device="cuda",
+        precision="bf16",
+        model={"name": name},
+        batch=64,
+        optimizer={"kind": "adamw"},
+        averaging={"kind": "none"},
+        **({"lora": {"rank": 8, "on": on}} if on else {}),
+    )
+    compare_with_a_run(planned, f"{name} LoRA on {', '.join(on) or 'nothing'}", capsys)
+
+
+def compare_with_a_run(planned: Job, title: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Print and compare the forecast and the peak of two steps."""
     estimate = forecast(planned)
+    gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -41,9 +65,8 @@ def test_the_forecast_matches_a_run(
     taken = torch.cuda.max_memory_allocated() - before
     with capsys.disabled():
         print(
-            f"\n{kind} {name} {precision} checkpointing={checkpointing}: forecast {estimate.total / 1e6:.0f} MB, used "
-            f"{taken / 1e6:.0f} MB, ratio {estimate.total / taken:.3f}; "
-            f"{forecast_line(estimate, memory_limit(planned.device))}"
+            f"\n{title}: forecast {estimate.total / 1e6:.0f} MB, used {taken / 1e6:.0f} MB, "
+            f"ratio {estimate.total / taken:.3f}; {forecast_line(estimate, memory_limit(planned.device))}"
         )
     assert estimate.total == pytest.approx(taken, rel=0.2)
 

@@ -104,7 +104,7 @@ def test_the_same_call_finds_its_folder_and_other_data_does_not(
     ):
         vitrail.train(other, changes=TINY, folder=first.folder, device="cpu", workers=0, quiet=True)
     page = first.report.read_text(encoding="utf-8") if first.report else ""
-    assert "DATA is the arrays with the fingerprint" in page
+    assert "DATA is the array data with the fingerprint" in page
     assert "cannot be shown" not in page  # the images were there when it was written
     later = vitrail.report(first.folder, out=tmp_path / "later.html").read_text(encoding="utf-8")
     assert "it was in memory; write the report with vitrail.report(run, data=...)" in later
@@ -116,7 +116,9 @@ def test_the_same_call_finds_its_folder_and_other_data_does_not(
 def test_a_sweep_in_one_process(tmp_path: Path) -> None:
     data: Any = some_digits()
     over = {"optimizer.lr": [0.001, 0.01]}
-    with pytest.raises(ConfigError, match="jobs is 2, but the arrays cannot be sent to other processes; use jobs=1"):
+    with pytest.raises(
+        ConfigError, match="jobs is 2, but the array data cannot be sent to other processes; use jobs=1"
+    ):
         vitrail.sweep(data, over=over, jobs=2)
     done = vitrail.sweep(data, over=over, changes=TINY, folder=tmp_path / "sweep", device="cpu", workers=0, quiet=True)
     assert len(done.runs) == 2

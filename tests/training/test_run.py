@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +35,7 @@ from vitrail.training.recipe_files import preset_names, read_recipe, write_toml
 from vitrail.training.run_folder import MetricsFile, default_folder, locked, origin_of
 from vitrail.training.state import Progress, Setting, State
 from vitrail.training.state_files import content_digest, load_state, save_state
+from vitrail.training.step import compiler_errors
 from vitrail.training.train import train
 
 TINY = [
@@ -186,9 +189,27 @@ def test_a_bad_image_is_named_in_the_summary(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="it is not an image"):
         train(tmp_path / "data", changes=[*changes, "data.bad_files=refuse"], folder=tmp_path / "other", device="cpu",
               workers=0, quiet=True)  # fmt: skip
+    # That run took no step, so its recipe can be corrected.
+    train(tmp_path / "data", changes=changes, folder=tmp_path / "other", device="cpu", workers=0, quiet=True)
 
 
 # ── errors ──
+
+
+@pytest.mark.slow
+def test_a_machine_that_cannot_compile_says_so(tmp_path: Path) -> None:
+    without = {"CXX": str(tmp_path / "no-compiler"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    words = [sys.executable, "-m", "vitrail", *command(tmp_path / "run", "--set", "compile=true", "--workers", "0")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env={**os.environ, **without})
+    assert done.returncode == 2
+    assert "vitrail: torch cannot compile the model on this machine (" in done.stderr
+    assert done.stderr.rstrip().endswith("add --set compile=false")
+    assert "Traceback" not in done.stderr
+
+
+def test_errors_that_are_not_the_compilers_stay_as_they_are() -> None:
+    with pytest.raises(KeyError), compiler_errors():
+        raise KeyError("ours")
 
 
 def test_another_recipe_in_the_same_folder(straight: Path) -> None:
@@ -515,6 +536,9 @@ def test_another_initialisation_is_another_run(tmp_path: Path) -> None:
     recipe = read_recipe("finetune")
     assert default_folder(origins[0], [recipe]) != default_folder(origins[1], [recipe])
     assert default_folder(origins[0], [recipe]) == default_folder(origin_of("digits", bundles[0]), [recipe])
+    assert re.fullmatch(
+        r"p-0000..0001-.tar-[0-9a-f]{6}", default_folder(origin_of("p-{0000..0001}.tar", None), [recipe]).name
+    )
     assert default_folder(origin_of("a/photos", None), [recipe]) != default_folder(
         origin_of("b/photos", None), [recipe]
     )

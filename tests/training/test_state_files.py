@@ -11,7 +11,7 @@ from tests.support import forked_commands
 from vitrail.runtime import Processes
 from vitrail.training.distributed import Ranks
 from vitrail.training.state import Progress, Setting, State
-from vitrail.training.state_files import StateWriter
+from vitrail.training.state_files import StateWriter, load_state, save_state
 
 SETTING = Setting(threads=1, processes=1, precision="float32")
 ON_RANKS = """
@@ -78,3 +78,15 @@ def test_an_error_of_one_rank_is_one_of_all(tmp_path: Path) -> None:
     assert in_the_way.startswith("[Errno 20] Not a directory")
     assert not_shared.startswith(f"sharded training needs {tmp_path}/1 on every rank, but a rank does not see it; put")
     assert ranks[1].stdout == ranks[0].stdout
+
+
+def test_a_state_may_be_corrupt_twice(tmp_path: Path) -> None:
+    """A resumed run writes the same step again; the aside copy of the first time must not be in the way."""
+    model, ranks = torch.nn.Linear(2, 2), Ranks(Processes(), torch.device("cpu"))
+    state = State(model, torch.optim.SGD(model.parameters(), 0.1), None, Progress(step=1))
+    for number in range(2):
+        save_state(tmp_path, state, SETTING)
+        (tmp_path / "00000001" / "state.safetensors").write_bytes(bytes([number]))
+        (note,) = load_state(tmp_path, state, SETTING, ranks)
+        assert "the training state 00000001 is corrupt" in note
+    assert (tmp_path / "corrupt-00000001" / "state.safetensors").read_bytes() == b"\x01"

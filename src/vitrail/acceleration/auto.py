@@ -13,7 +13,7 @@ from vitrail.acceleration.engine import Engine, Kind
 from vitrail.acceleration.planner import ExecutionPlan, hardware_of
 from vitrail.errors import ConfigError
 from vitrail.models.config import ViTConfig
-from vitrail.runtime import Precision, PrecisionChoice
+from vitrail.runtime import InferencePrecision, Precision, PrecisionChoice
 
 Compute = TypeVar("Compute", bound=Callable[[Tensor], Tensor])
 """An engine, or anything else that maps images (B, C, H, W) to one output per image."""
@@ -85,7 +85,7 @@ class AutoPrecisionEngine:
         return self._engine.kind
 
     @property
-    def precision(self) -> Precision:
+    def precision(self) -> InferencePrecision:
         """The precision in use at present."""
         return self._engine.precision
 

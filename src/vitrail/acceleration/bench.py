@@ -17,7 +17,7 @@ from vitrail.acceleration.planner import usual_precisions
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.models.vit import ViT
-from vitrail.runtime import Precision
+from vitrail.runtime import InferencePrecision
 
 BATCHES = (1, 4, 16, 64)
 ROUNDS = 10
@@ -30,7 +30,7 @@ class Cell(NamedTuple):
     """The speed of one engine in one precision at one batch size."""
 
     engine: Kind
-    precision: Precision
+    precision: InferencePrecision
     batch: int
     images_per_second: float
     """Throughput."""
@@ -47,7 +47,7 @@ class Skipped(NamedTuple):
     """What was skipped, and why."""
 
     engine: Kind
-    precision: Precision | None
+    precision: InferencePrecision | None
     """None: every precision."""
     batch: int | None
     """None: every batch size."""
@@ -108,21 +108,24 @@ def run_benchmark(
     *,
     device: torch.device,
     engines: Sequence[Kind] = get_args(Kind),
-    precisions: Sequence[Precision] | None = None,
+    precisions: Sequence[InferencePrecision] | None = None,
     batches: Sequence[int] = BATCHES,
     seconds: float = 2.0,
     compare: Compare = compare_outputs,
+    open_int8: Callable[[], Engine] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Bench:
     """Time a model on random images; `seconds` is the time per cell, `compare` compares outputs for the model's task.
 
     Engines that cannot be opened (a missing package, an unsupported precision) are listed with the reason. By default,
-    `precisions` are float32 and bf16, and fp16 on a GPU.
+    `precisions` are float32 and bf16, and fp16 on a GPU. int8 needs `open_int8`, which quantises the model.
     """
     _check(batches, seconds)
     report = on_progress or _ignore_progress
     with quiet():  # bf16 on a CPU without support prints long warnings
-        opened, skipped = _open_all(model, preprocess, device, engines, precisions or usual_precisions(device))
+        opened, skipped = _open_all(
+            model, preprocess, device, engines, precisions or usual_precisions(device), open_int8
+        )
         exact = open_engine(model, preprocess, device=device)
         running, not_run, compared = _start_all(opened, exact, model, batches, seconds, compare)
         for number in range(ROUNDS):
@@ -146,14 +149,20 @@ def _open_all(
     preprocess: Preprocess,
     device: torch.device,
     engines: Sequence[Kind],
-    precisions: Sequence[Precision],
+    precisions: Sequence[InferencePrecision],
+    open_int8: Callable[[], Engine] | None,
 ) -> tuple[list[Engine], list[Skipped]]:
     opened: list[Engine] = []
     skipped: list[Skipped] = []
     for kind in dict.fromkeys(engines):
         for precision in dict.fromkeys(precisions):
             try:
-                opened.append(open_engine(model, preprocess, kind=kind, precision=precision, device=device))
+                if precision != "int8":
+                    opened.append(open_engine(model, preprocess, kind=kind, precision=precision, device=device))
+                elif kind == "openvino" and open_int8 is not None:
+                    opened.append(open_int8())
+                else:
+                    skipped.append(Skipped(kind, precision, None, "int8 runs in OpenVINO"))
             except VitrailError as error:
                 skipped.append(Skipped(kind, precision, None, str(error)))
     return opened, _merged(skipped)

@@ -27,7 +27,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, suggest
 from vitrail.models.lora import has_adapters
 from vitrail.models.vit import ViT
-from vitrail.runtime import Precision, autocast
+from vitrail.runtime import InferencePrecision, Precision, autocast
 
 Kind = Literal["torch", "onnx", "openvino"]
 CHUNK = 256
@@ -45,7 +45,7 @@ class Engine(Protocol):
         """The runtime."""
 
     @property
-    def precision(self) -> Precision:
+    def precision(self) -> InferencePrecision:
         """The precision it computes in."""
 
     @property

@@ -14,10 +14,10 @@ import torch
 
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
-from vitrail.runtime import Precision, faster_in_bf16
+from vitrail.runtime import InferencePrecision, Precision, faster_in_bf16
 
 ExecutionPath = Literal[
-    "eager", "onednn", "fused_encoder", "fp8_encoder", "compiled", "fused_training", "onnx", "openvino"
+    "eager", "onednn", "fused_encoder", "fp8_encoder", "compiled", "fused_training", "onnx", "openvino", "int8"
 ]
 Purpose = Literal["predict", "evaluate", "features"]
 """What inference is for: an engine's logits, the logits of an evaluation, or the tokens of a layer."""
@@ -30,6 +30,7 @@ TITLES: dict[ExecutionPath, str] = {
     "fused_training": "fused CUDA path, compiled",
     "onnx": "ONNX Runtime",
     "openvino": "OpenVINO",
+    "int8": "OpenVINO",
 }
 FP8_CAPABILITY = (8, 9)
 """Ada, the first GPUs with fp8 tensor cores."""
@@ -64,6 +65,8 @@ class Hardware(NamedTuple):
     """Why they do not, where they were tried."""
     onednn_bf16: bool = False
     """oneDNN packs weights and computes in bf16 on this CPU."""
+    fast_int8: bool = False
+    """A CPU with instructions for dot products of int8 (VNNI on x86)."""
     short_attention: bool = False
     """Our attention kernels for short sequences were verified on it; on a CPU plain torch computes the same."""
 
@@ -76,7 +79,9 @@ def hardware_of(device: torch.device) -> Hardware:
         short = not error and _attention_is_verified(capability)
         return Hardware("cuda", faster_in_bf16(device), capability, not error, error, short_attention=short)
     if device.type == "cpu":
-        return Hardware("cpu", faster_in_bf16(device), onednn_bf16=_onednn_packs_bf16(), short_attention=True)
+        return Hardware(
+            "cpu", faster_in_bf16(device), onednn_bf16=_onednn_packs_bf16(), fast_int8=_has_vnni(), short_attention=True
+        )
     return Hardware(device.type)
 
 
@@ -115,6 +120,12 @@ def _onednn_packs_bf16() -> bool:
     has_bf16 = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     return available and has_bf16 is not None and bool(has_bf16())
+
+
+def _has_vnni() -> bool:
+    """Return whether this CPU has VNNI."""
+    found = torch.cpu.get_capabilities()
+    return any(found.get(name, False) for name in ("avx512_vnni", "avx_vnni", "avx_vnni_int8"))
 
 
 # ── what a path does not support of a config; empty if it supports the model ──
@@ -169,7 +180,7 @@ class ExecutionPlan(NamedTuple):
     """How a model is computed."""
 
     path: ExecutionPath
-    precision: Precision | Literal["fp8"]
+    precision: InferencePrecision | Literal["fp8"]
     graphs: bool = False
     """Whether CUDA graphs are used: in training for the whole step, in inference for the batch sizes of
     `cuda/graphs.py`."""
@@ -188,17 +199,23 @@ class ExecutionPlan(NamedTuple):
 
     @property
     def autocast(self) -> Precision:
-        """The precision of what autocast computes; fp8 is for matmuls of the fused encoder only."""
-        return "bf16" if self.precision == "fp8" else self.precision
+        """The precision of what autocast computes; fp8 is for matmuls of the fused encoder only, int8 for OpenVINO."""
+        match self.precision:
+            case "fp8":
+                return "bf16"
+            case "int8":
+                return "float32"
+            case precision:
+                return precision
 
 
 def plan_inference(
     config: ViTConfig,
     hardware: Hardware,
-    precision: Precision | Literal["fp8"],
+    precision: InferencePrecision | Literal["fp8"],
     purpose: Purpose = "predict",
 ) -> ExecutionPlan:
-    """Plan inference. Where fp8 does not run, bf16 is planned, and the reason says why.
+    """Plan inference. Where fp8 does not run, bf16 is planned, where int8 does not, float32; the reason says why.
 
     On a GPU, logits are computed with CUDA graphs: a small model's kernels take less time than Python needs to launch
     them, also with hundreds of images, and a large model is as fast with them as without. Features are computed without
@@ -210,6 +227,10 @@ def plan_inference(
         if why := why_not_fp8(config, hardware):
             return plan_inference(config, hardware, "bf16", purpose)._replace(reason=why)
         return ExecutionPlan("fp8_encoder", "fp8", graphs)
+    if precision == "int8":
+        if why := why_not_int8(hardware):
+            return plan_inference(config, hardware, "float32", purpose)._replace(reason=why)
+        return ExecutionPlan("int8", "int8", reason=_why_slow_in_int8(hardware), cpu_threads=True)
     path, lacks = _fast_path(config, hardware, purpose)
     if precision != "bf16":
         name = "fused" if path == "fused_encoder" else "packed"
@@ -232,7 +253,7 @@ def _fast_path(config: ViTConfig, hardware: Hardware, purpose: Purpose) -> tuple
     )
 
 
-def plan_of(model: ViT, precision: Precision | Literal["fp8"], purpose: Purpose = "predict") -> ExecutionPlan:
+def plan_of(model: ViT, precision: InferencePrecision | Literal["fp8"], purpose: Purpose = "predict") -> ExecutionPlan:
     """Plan inference for a model on its own device."""
     return plan_inference(model.config, hardware_of(next(model.parameters()).device), precision, purpose)
 
@@ -258,6 +279,19 @@ def why_not_fp8(config: ViTConfig, hardware: Hardware) -> str:
         return f"fp8 needs Triton, which comes with torch's CUDA builds for Linux, and a C compiler{found}"
     lacks = unsupported_by_fp8(config)
     return f"fp8 does not support {lacks}" if lacks else ""
+
+
+def why_not_int8(hardware: Hardware) -> str:
+    """Return why a model cannot run in int8 on a device; empty if it can."""
+    return "" if hardware.kind == "cpu" else f"int8 runs on the CPU only, not on {hardware.kind}"
+
+
+def _why_slow_in_int8(hardware: Hardware) -> str:
+    """Return why another precision may be as fast on a CPU; empty if int8 is the fastest."""
+    return _first(
+        (hardware.fast_bf16, "bf16 is fast on this CPU too; compare them with vitrail bench"),
+        (not hardware.fast_int8, "this CPU has no int8 dot products (VNNI), so int8 may not be faster than float32"),
+    )
 
 
 def plan_training(

@@ -6,12 +6,15 @@ config.json         under "vitrail": format_version, weights_sha256, vit, task, 
 README.md           a model card
 """
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from vitrail._version import __version__
 from vitrail.checkpoints.assumptions import Assumption, announce
@@ -164,6 +167,21 @@ class Bundle:
             *_metrics(self.provenance.get(METRICS)),
         ]
         return "\n".join(lines) + "\n"
+
+
+def digest_model(bundle: Bundle) -> str:
+    """Return a digest of a model: equal digests give equal predictions."""
+    words = [
+        bundle.model.config.model_dump_json(),
+        bundle.preprocess.model_dump_json(),
+        json.dumps(bundle.classes),
+        bundle.task,
+    ]
+    digest = hashlib.sha256("\0".join(words).encode())
+    for name, tensor in bundle.model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:32]
 
 
 def read_bundle(folder: Path, *, fresh: Sequence[str] = (), dtype: Dtype = "float32") -> Bundle:

@@ -7,7 +7,7 @@ import typer
 
 import vitrail
 from vitrail.cli.output import echo, print_table, progress
-from vitrail.cli.overrides import Keys, Overrides, read_overrides
+from vitrail.cli.overrides import Calibrate, Keys, Overrides, read_overrides
 
 if TYPE_CHECKING:
     from vitrail.acceleration.bench import Cell
@@ -27,9 +27,11 @@ def bench(
     precision: Annotated[
         list[str] | None,
         typer.Option(
-            help="Precision: float32, bf16 or fp16. Can be repeated; by default all that the engine supports."
+            help="Precision: float32, bf16, fp16, or int8 in OpenVINO (see --calibrate). Can be repeated; by default "
+            "all that the engine supports, without int8."
         ),
     ] = None,
+    calibrate: Calibrate = None,
     batch: Annotated[
         list[int] | None, typer.Option(min=1, help="Batch size. Can be repeated; by default 1, 4, 16 and 64.")
     ] = None,
@@ -48,6 +50,7 @@ def bench(
             batches=batch,
             seconds=seconds,
             device=device,
+            calibrate=calibrate,
             overrides=read_overrides(override),
             keys=keys,
             on_progress=bar,

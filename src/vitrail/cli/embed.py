@@ -7,7 +7,7 @@ import typer
 
 import vitrail
 from vitrail.cli.output import echo, progress
-from vitrail.cli.overrides import Keys, Overrides, read_overrides
+from vitrail.cli.overrides import Calibrate, Keys, Overrides, read_overrides
 from vitrail.cli.ray_options import Chunk, Ray, RayWorkers, ray_options
 
 LISTED = 10
@@ -48,8 +48,15 @@ def embed(
     device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:1 or mps.")] = "auto",
     precision: Annotated[
         str,
-        typer.Option(help="Precision: float32, bf16, fp16, or auto: bf16 if it is faster and gives the same results."),
+        typer.Option(
+            help="Precision: float32, bf16, fp16, int8 (on a CPU, see --calibrate), or auto: bf16 if it is faster and "
+            "gives the same results."
+        ),
     ] = "auto",
+    decode: Annotated[
+        str, typer.Option(help="Where JPEGs are decoded: cpu, gpu (nvImageCodec), or auto, which picks the faster.")
+    ] = "auto",
+    calibrate: Calibrate = None,
     override: Overrides = None,
     keys: Keys = None,
     resume: Annotated[bool, typer.Option("--resume", help="With --ray: resume an interrupted command.")] = False,
@@ -60,7 +67,7 @@ def embed(
 ) -> None:
     """Write the features of images to a file: pooled vectors or tokens of any layer, one row per image."""
     with progress() as bar:
-        done = vitrail.embed(  # type: ignore[call-overload]  # words are checked there
+        done = vitrail.embed(  # type: ignore[call-overload,misc]  # words are checked there
             bundle,
             data,
             output,
@@ -72,8 +79,10 @@ def embed(
             dtype=dtype,
             batch=batch,
             workers=workers,
+            decode=decode,
             device=device,
             precision=precision,
+            calibrate=calibrate,
             overrides=read_overrides(override),
             keys=keys,
             resume=resume,

@@ -47,6 +47,9 @@ def eval(
             min=0, help="Number of decoder processes; 0 decodes in the main process. By default one per core."
         ),
     ] = None,
+    decode: Annotated[
+        str, typer.Option(help="Where JPEGs are decoded: cpu, gpu (nvImageCodec), or auto, which picks the faster.")
+    ] = "auto",
     override: Overrides = None,
     keys: Keys = None,
     by_number: Annotated[bool, typer.Option("--by-number", help="Match classes by index instead of by name.")] = False,
@@ -64,6 +67,7 @@ def eval(
             precision=precision,  # type: ignore[arg-type]  # checked there
             batch=batch,
             workers=workers,
+            decode=decode,
             overrides=read_overrides(override),
             keys=keys,
             on_progress=bar,

@@ -38,13 +38,14 @@ class _Warnings(logging.Handler):
 def warnings_on_stderr() -> Iterator[None]:
     """Print the warnings that a function logs (logger "vitrail") on stderr."""
     log, handler = logging.getLogger("vitrail"), _Warnings(logging.WARNING)
-    propagate, log.propagate = log.propagate, False  # printed once, also if the root logger has a handler
     log.addHandler(handler)
+    log.propagate = False  # printed once, also if the root logger has a handler
     try:
         yield
     finally:
         log.removeHandler(handler)
-        log.propagate = propagate
+        # Another thread may still be inside.
+        log.propagate = not any(isinstance(other, _Warnings) for other in log.handlers)
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[str] = ()) -> None:

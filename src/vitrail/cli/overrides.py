@@ -1,4 +1,4 @@
-"""`--override` and `--keys`, the options of every command that opens a model."""
+"""`--override`, `--keys` and `--calibrate`, options of several commands that open a model."""
 
 import json
 import re
@@ -18,6 +18,15 @@ Overrides = Annotated[
     ),
 ]
 Keys = Annotated[Path | None, typer.Option("--keys", help="Key table (TOML) of a custom ViT.")]
+Calibrate = Annotated[
+    str | None,
+    typer.Option(
+        "--calibrate",
+        metavar="IMAGES",
+        help="Images to calibrate int8 on: a folder, a manifest, tar shards or digits. By default the images that the "
+        "model was trained with, if it is in the folder of its run.",
+    ),
+]
 
 
 def read_overrides(fields: Sequence[str] | None) -> dict[str, Any]:

@@ -17,9 +17,10 @@ def print_plan(plan: "ClusterPlan") -> None:
     )
     echo("")
     numbers = ("memory per GPU", "weights", "gradients", "optimizer", "activations", "sent per step", "largest batch")
-    rows = [_row("whole models", plan.whole), _row("sharded", plan.sharded)]
+    rows = [_row("whole models", plan.whole), *([_row("sharded", plan.sharded)] if plan.shardable else [])]
     print_table(("each GPU holds", *numbers, "fits"), rows, numbers=numbers)
-    echo(f"distributed.shard=auto would use: {'sharded' if plan.shards else 'whole models'}.")
+    why = "" if plan.shardable else ", because this run cannot be sharded"
+    echo(f"distributed.shard=auto would use: {'sharded' if plan.shards else 'whole models'}{why}.")
     if plan.device == "cpu":
         echo("Counted for the kernels of this CPU; activations on a GPU may differ.")
 

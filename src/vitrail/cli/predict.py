@@ -8,7 +8,7 @@ import typer
 
 import vitrail
 from vitrail.cli.output import echo, progress
-from vitrail.cli.overrides import Keys, Overrides, read_overrides
+from vitrail.cli.overrides import Calibrate, Keys, Overrides, read_overrides
 from vitrail.cli.ray_options import Chunk, Ray, RayWorkers, ray_options
 
 if TYPE_CHECKING:
@@ -53,8 +53,15 @@ def predict(
     engine: Annotated[str, typer.Option(help="Engine: torch, onnx or openvino.")] = "torch",
     precision: Annotated[
         str,
-        typer.Option(help="Precision: float32, bf16, fp16, or auto: bf16 if it is faster and gives the same results."),
+        typer.Option(
+            help="Precision: float32, bf16, fp16, int8 (on a CPU, see --calibrate), or auto: bf16 if it is faster and "
+            "gives the same results."
+        ),
     ] = "auto",
+    decode: Annotated[
+        str, typer.Option(help="Where JPEGs are decoded: cpu, gpu (nvImageCodec), or auto, which picks the faster.")
+    ] = "auto",
+    calibrate: Calibrate = None,
     override: Overrides = None,
     keys: Keys = None,
     null: Annotated[
@@ -84,9 +91,11 @@ def predict(
                 top=top,
                 batch=batch,
                 workers=workers,
+                decode=decode,
                 device=device,
                 engine=engine,
                 precision=precision,
+                calibrate=calibrate,
                 overrides=read_overrides(override),
                 keys=keys,
                 null=null,

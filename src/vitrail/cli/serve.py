@@ -46,8 +46,20 @@ def serve(
     ] = "auto",
     engine: Annotated[str, typer.Option(help="Engine: torch, onnx or openvino.", envvar=f"{_ENV}ENGINE")] = "torch",
     precision: Annotated[
-        str, typer.Option(help="Precision: float32, bf16, fp16 or auto.", envvar=f"{_ENV}PRECISION")
+        str,
+        typer.Option(
+            help="Precision: float32, bf16, fp16, int8 (on a CPU, see --calibrate) or auto.", envvar=f"{_ENV}PRECISION"
+        ),
     ] = "auto",
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="IMAGES",
+            help="Images to calibrate int8 on: a folder, a manifest, tar shards or digits. By default the images that "
+            "each model was trained with, if it is in the folder of its run.",
+            envvar=f"{_ENV}CALIBRATE",
+        ),
+    ] = None,
     batch: Annotated[int, typer.Option(help="Maximum batch size.", envvar=f"{_ENV}BATCH")] = 32,
     wait: Annotated[
         float, typer.Option(help="Milliseconds that an image waits for others to join its batch.", envvar=f"{_ENV}WAIT")
@@ -60,7 +72,13 @@ def serve(
         float,
         typer.Option(help="Maximum seconds until a response; then the request gets 504.", envvar=f"{_ENV}DEADLINE"),
     ] = 30.0,
-    decoders: Annotated[int, typer.Option(help="Number of decoder processes.", envvar=f"{_ENV}DECODERS")] = 2,
+    decoders: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of decoder processes; by default 2, or on a GPU one per core except one.",
+            envvar=f"{_ENV}DECODERS",
+        ),
+    ] = None,
     decode_time: Annotated[
         float, typer.Option(help="Maximum seconds to decode one image.", envvar=f"{_ENV}DECODE_TIME")
     ] = 10.0,
@@ -137,6 +155,7 @@ def serve(
         device=device,
         engine=engine,
         precision=precision,  # type: ignore[arg-type]  # checked there
+        calibrate=calibrate,
         batch=batch,
         wait=wait,
         queue=queue,

@@ -1,7 +1,7 @@
 """Batches: worker processes read, decode, augment and collate images, as uint8 until they reach the device.
 
-A worker makes whole batches. It writes pixels straight into shared memory; the caller moves them to the device and
-normalises there. A file that a worker cannot read is returned as a value, with its name, not as a traceback.
+A worker makes whole batches. It writes pixels straight into shared memory (`slots`); the caller moves them to the
+device and normalises there. A file that a worker cannot read is returned as a value, with its name, not as a traceback.
 """
 
 import multiprocessing
@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -19,17 +19,19 @@ from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
 from vitrail.data.augmentation import augment
-from vitrail.data.augmentation.augment import Augmentation
+from vitrail.data.augmentation.augment import Augmentation, AugmentationPlan
 from vitrail.data.augmentation.draws import draws
 from vitrail.data.augmentation.mixing import Mixing, draw_mix
 from vitrail.data.decode import LazyImage, open_image
 from vitrail.data.preprocess import Preprocess, resized_size
+from vitrail.data.slots import InSlots, Slots, empty_buffer
 from vitrail.data.sources.source import Pixels, Source
 from vitrail.data.stream import WHOLE_BATCH, RankSlice, Stream, evaluation_slice
 from vitrail.errors import ConfigError, DataError, StorageError, VitrailError
+from vitrail.runtime import available_cores
 
 T = TypeVar("T")
 BadFiles = Literal["skip", "refuse"]
@@ -84,6 +86,12 @@ class Batch(NamedTuple):
             raise ConfigError(f"a batch of {len(self.labels)} cannot be split into {count} equal micro-batches")
         return self._each(lambda tensor: tensor[index * size : (index + 1) * size])
 
+    def slices(self, size: int) -> Iterator[Self]:
+        """Yield the batch in slices of at most `size` images; the first one has the unreadable ones."""
+        for start in range(0, max(1, len(self.labels)), size):
+            part = self._each(lambda tensor, start=start: tensor[start : start + size])  # type: ignore[misc]
+            yield part if not start else part._replace(bad=())
+
     def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
         pixels, labels, indices, lam, box = map(change, self.tensors)
         return type(self)(pixels, labels, indices, lam, box, self.bad)
@@ -96,8 +104,17 @@ class Failure(NamedTuple):
     message: str
 
 
+class BatchDataset(Dataset[Any]):
+    """A dataset whose items are whole batches of pixels, which workers hand over in slots of shared memory."""
+
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes of a batch's pixels, or more."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class Training(Dataset[Any]):
+class Training(BatchDataset):
     """The training batches of one rank, by step: a pure function of step, seed and files."""
 
     source: Source
@@ -118,6 +135,11 @@ class Training(Dataset[Any]):
                 f"would get {own} images; use a batch that is a multiple of {2 * self.rank_slice.world_size}"
             )
 
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes of a batch's pixels."""
+        return len(self.stream.positions(0, self.rank_slice)) * self.preprocess.pixel_bytes
+
     def __getitem__(self, step: int) -> Batch | Failure:
         """Make the batch of a step."""
         try:
@@ -132,16 +154,28 @@ class Training(Dataset[Any]):
         pixels = empty_pixels(len(positions), self.preprocess)
         rows, bad = pixels.numpy(), []
         for row, position in enumerate(positions):
-            load = partial(self._load, position=int(position))
+            load = partial(self.load, position=int(position))
             indices[row], rows[row], failed = load_readable(self.source, int(indices[row]), self.bad_files, load)
             bad += failed
         labels = torch.from_numpy(self.source.labels[indices].astype(np.int64))
         numbers = (torch.from_numpy(indices), torch.from_numpy(mix.lam), torch.from_numpy(mix.box))
         return Batch(pixels.permute(0, 3, 1, 2), labels, *numbers, tuple(bad))
 
-    def _load(self, index: int, position: int) -> Pixels:
+    def load(self, index: int, position: int) -> Pixels:
+        """Read, decode and augment an image for a position of the stream: (H, W, C)."""
+        image, plan = self.open(index, position)
+        return self.augmented(image, plan)
+
+    def open(self, index: int, position: int) -> tuple[LazyImage, AugmentationPlan]:
+        """Open an image and draw its augmentation."""
         image, size = open_image(self.source.read(index)), self.preprocess.size
-        plan = augment.plan(self.augmentation, image.height, image.width, size, draws(self.stream.seed, position))
+        return image, augment.plan(
+            self.augmentation, image.height, image.width, size, draws(self.stream.seed, position)
+        )
+
+    def augmented(self, image: LazyImage, plan: AugmentationPlan) -> Pixels:
+        """Decode and augment an open image: (H, W, C)."""
+        size = self.preprocess.size
         if plan.box is None:
             return augment.apply(plan, self.preprocess.fit(image.pixels(self.preprocess.channels)), size)
         scale = max(size[0] / plan.box.height, size[1] / plan.box.width)
@@ -170,7 +204,7 @@ def load_readable(
 
 
 @dataclass(frozen=True)
-class Evaluation(Dataset[Any]):
+class Evaluation(BatchDataset):
     """Batches that cover every image of a source exactly once, in order; the last may be smaller."""
 
     source: Source
@@ -190,31 +224,59 @@ class Evaluation(Dataset[Any]):
         """Return the number of batches."""
         return -(-len(evaluation_slice(len(self.source), self.rank_slice)) // self.batch)
 
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes of a batch's pixels."""
+        return min(self.batch, len(self.source)) * self.preprocess.pixel_bytes
+
     def __getitem__(self, number: int) -> Batch | Failure:
         """Make a batch by its index."""
-        indices = evaluation_slice(len(self.source), self.rank_slice)[number * self.batch : (number + 1) * self.batch]
+        indices = self.indices(number)
         pixels = empty_pixels(len(indices), self.preprocess)
-        bad: list[BadImage] = []
+
+        def load(row: int, index: int) -> None:
+            pixels.numpy()[row] = self.load(index)
+
+        try:
+            good, bad = self.each_readable(indices, load)
+        except VitrailError as error:
+            return Failure(type(error), str(error))
+        return self.batch_of(pixels[: len(good)].permute(0, 3, 1, 2), good, tuple(row for _, row in bad))
+
+    def indices(self, number: int) -> range:
+        """Return the images of a batch."""
+        return evaluation_slice(len(self.source), self.rank_slice)[number * self.batch : (number + 1) * self.batch]
+
+    def each_readable(
+        self, indices: Iterable[int], load: Callable[[int, int], None]
+    ) -> tuple[list[int], list[tuple[int, BadImage]]]:
+        """Call `load(row, index)` for images; return those it could load, and the others with the reason.
+
+        Rows count the images that could be loaded.
+        """
         good: list[int] = []
+        bad: list[tuple[int, BadImage]] = []
         for index in indices:
             try:
-                pixels.numpy()[len(good)] = self._load(index)
-            except StorageError as error:
-                return Failure(StorageError, str(error))
+                load(len(good), index)
+            except StorageError:
+                raise
             except DataError as error:
                 if self.bad_files == "refuse":
-                    return Failure(DataError, f"{self.source.name(index)}: {error}")
-                bad.append(BadImage(self.source.name(index), str(error)))
+                    raise DataError(f"{self.source.name(index)}: {error}") from None
+                bad.append((index, BadImage(self.source.name(index), str(error))))
             else:
                 good.append(index)
-        count = len(good)
-        labels = torch.from_numpy(self.source.labels[np.array(good, np.int64)].astype(np.int64))
-        no_mixing = (torch.ones(count), torch.zeros(count, 4, dtype=torch.int64))
-        return Batch(
-            pixels[:count].permute(0, 3, 1, 2), labels, torch.tensor(good, dtype=torch.int64), *no_mixing, tuple(bad)
-        )
+        return good, bad
 
-    def _load(self, index: int) -> Pixels:
+    def batch_of(self, pixels: Tensor, good: Sequence[int], bad: tuple[BadImage, ...]) -> Batch:
+        """Return the batch of images (B, C, H, W) and their indices."""
+        labels = torch.from_numpy(self.source.labels[np.array(good, np.int64)].astype(np.int64))
+        no_mixing = (torch.ones(len(good)), torch.zeros(len(good), 4, dtype=torch.int64))
+        return Batch(pixels, labels, torch.tensor(good, dtype=torch.int64), *no_mixing, bad)
+
+    def load(self, index: int) -> Pixels:
+        """Read, decode and transform an image: (H, W, C)."""
         image = open_image(self.source.read(index))
         scale = self._scale(image) if self.fast_decode else 1.0
         return self.preprocess.fit(image.pixels(self.preprocess.channels, scale=scale))
@@ -252,35 +314,44 @@ def checked_batches(
 ) -> Iterator[Any]:
     """Yield the batches of a dataset by number, prefetched; a `Failure` is raised."""
     workers = min(default_workers() if workers is None else workers, len(numbers))
-    for made in prefetch(data, numbers, workers=workers, pin=pin, method=method):
+    size = data.batch_bytes if isinstance(data, BatchDataset) else 0
+    for made in prefetch(data, numbers, workers=workers, pin=pin, method=method, batch_bytes=size):
         if isinstance(made, Failure):
             raise made.kind(made.message)
         yield made
 
 
 def prefetch(
-    data: Dataset[Any], order: Iterable[Any], *, workers: int, pin: bool = False, method: str | None = None
+    data: Dataset[Any],
+    order: Iterable[Any],
+    *,
+    workers: int,
+    pin: bool = False,
+    method: str | None = None,
+    batch_bytes: int = 0,
 ) -> Generator[Any, None, None]:
     """Yield `data[key]` for each `key` of `order`, prefetched by `workers` processes; 0 means in this process.
 
     `order` may be endless and may hold anything picklable. It is consumed lazily: two keys ahead per worker.
+    With `batch_bytes`, the size of the largest item's buffers, workers hand them over in slots (`slots`).
     """
     if workers < 0:
         raise ConfigError(f"workers is {workers}; it should be 0 or more")
     check_choice("the start method of workers", method, (None, "fork", "spawn", "forkserver"))
+    slots = Slots.of(workers, batch_bytes, method) if workers and batch_bytes else None
     loader = DataLoader(
-        data,
+        data if slots is None else InSlots(data, slots),
         batch_size=None,
-        sampler=order,
+        sampler=order if slots is None else slots.numbered(order),
         num_workers=workers,
         collate_fn=_identity,
-        pin_memory=pin,
+        pin_memory=pin and slots is None,
         worker_init_fn=_init_worker,
         multiprocessing_context=method if workers else None,
         prefetch_factor=2 if workers else None,
     )
     try:
-        yield from loader
+        yield from loader if slots is None else (slots.receive(message, pin=pin) for message in loader)
     except (
         RuntimeError,
         ConnectionError,
@@ -302,20 +373,13 @@ def check_choice(what: str, value: object, valid: tuple[object, ...]) -> None:
 
 def default_workers() -> int:
     """Return the default number of workers: one per core available to this process."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     siblings = os.environ.get("LOCAL_WORLD_SIZE", "1")  # the processes that torchrun started here
-    return max(1, min(cores // (int(siblings) if siblings.isdecimal() else 1), MOST_WORKERS))
+    return max(1, min(available_cores() // (int(siblings) if siblings.isdecimal() else 1), MOST_WORKERS))
 
 
 def empty_pixels(count: int, preprocess: Preprocess) -> Tensor:
     """Return an empty buffer for images (B, H, W, C); in a worker it is shared memory."""
     return empty_buffer(count, *preprocess.size, preprocess.channels)
-
-
-def empty_buffer(*shape: int) -> Tensor:
-    """Return an empty buffer for pixels of any shape; in a worker it is shared memory."""
-    pixels = torch.empty(shape, dtype=torch.uint8)
-    return pixels.share_memory_() if get_worker_info() is not None else pixels
 
 
 def _identity(made: Any) -> Any:

@@ -67,7 +67,7 @@ def open_image(stored: bytes | Pixels | Image.Image) -> LazyImage:
     outline(stored)  # raises for files that would take very long, before any decoder runs
     if stored[:3] == b"\xff\xd8\xff":
         with contextlib.suppress(ValueError):  # Pillow decides about files that libjpeg-turbo rejects
-            return _Jpeg(stored)
+            return Jpeg(stored)
     if stored[:6] == b"\x93NUMPY":
         return _Array(_numpy(stored))
     return _Other(stored)
@@ -109,7 +109,7 @@ class _Array:
         raise _other_channels(actual, channels)
 
 
-class _Jpeg:
+class Jpeg:
     """A JPEG, decoded by libjpeg-turbo at the requested scale; unusual ones are left to Pillow."""
 
     def __init__(self, content: bytes) -> None:
@@ -120,6 +120,7 @@ class _Jpeg:
         self.height, self.width = seen_size(self.stored_height, self.stored_width, self.turn)
 
     def pixels(self, channels: int, *, scale: float = 1.0) -> Pixels:
+        """Decode, at a reduced scale if that suffices."""
         if channels not in (1, 3):
             raise _other_channels(3, channels)
         if self.colours not in ("Gray", "YCbCr", "RGB"):

@@ -2,14 +2,15 @@
 
 import os
 import re
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from vitrail.data.decode import open_image
+from vitrail.data.decode import LazyImage, open_image
 from vitrail.data.image_files import PIXEL_LIMIT
 from vitrail.data.preprocess import Preprocess, resized_size
 from vitrail.data.remote.filesystems import is_remote
@@ -19,6 +20,7 @@ from vitrail.errors import DataError, InputError, VitrailError
 from vitrail.io import open_regular
 from vitrail.text import printable_path
 
+T = TypeVar("T")
 ImageInput = str | os.PathLike[str] | bytes | Image.Image | np.ndarray[Any, Any] | Tensor
 """A path, the bytes of a file, a Pillow image, an array (height, width[, channels]) or a tensor ([channels,] height,
 width)."""
@@ -66,18 +68,27 @@ def is_url(place: bytes) -> bool:
     return _URL.match(place) is not None and not os.path.lexists(place)
 
 
-def fitted(item: Item, preprocess: Preprocess) -> Pixels:
-    """Read, resize and crop an image: (height, width, channels), uint8."""
+def fitted(item: Item, preprocess: Preprocess, *, quick: bool = False) -> Pixels:
+    """Read, resize and crop an image: (height, width, channels), uint8; `quick` as in `Preprocess.fit`."""
+    return prepared(item, preprocess, partial(_fit, quick=quick))
+
+
+def prepared(item: Item, preprocess: Preprocess, prepare: Callable[[LazyImage, Preprocess], T]) -> T:
+    """Read and open an image, and return what `prepare` makes of it; every failure is a `VitrailError`."""
     try:
         image = open_image(item.read())
         size = resized_size((image.width, image.height), preprocess.resize_to or preprocess.size, preprocess.resize)
         if size[0] * size[1] > PIXEL_LIMIT:
             raise DataError(f"an image of {image.height:,}×{image.width:,} pixels is too narrow to be resized")
-        return preprocess.fit(image.pixels(preprocess.channels))
+        return prepare(image, preprocess)
     except VitrailError:
         raise
     except Exception as error:  # Pillow's readers of rare formats may raise anything on corrupt files
         raise DataError(f"it cannot be decoded: {type(error).__name__}: {str(error)[:200]}") from None
+
+
+def _fit(image: LazyImage, preprocess: Preprocess, *, quick: bool) -> Pixels:
+    return preprocess.fit(image.pixels(preprocess.channels), quick=quick)
 
 
 def is_one(images: object) -> bool:

@@ -61,6 +61,11 @@ class Preprocess(Frozen):
             raise ConfigError(f"preprocess.std is {self.std}; every value must be greater than 0")
         return self
 
+    @property
+    def pixel_bytes(self) -> int:
+        """Bytes of the pixels of one image, as uint8."""
+        return self.size[0] * self.size[1] * self.channels
+
     def resized(self, size: tuple[int, int]) -> Self:
         """Return the same preprocessing for another image size; the crop keeps its fraction of the image."""
         if self.resize_to is None:
@@ -87,10 +92,15 @@ class Preprocess(Frozen):
 
         return torch.from_numpy(array.copy())
 
-    def fit(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Resize and crop decoded pixels (height, width, channels), of any number of channels."""
+    def fit(self, pixels: NDArray[np.uint8], *, quick: bool = False) -> NDArray[np.uint8]:
+        """Resize and crop decoded pixels (height, width, channels), of any number of channels.
+
+        `quick` uses torch's resize kernel where it fits: a few pixels then differ from Pillow's by a grey level.
+        """
         if pixels.shape[2] != self.channels:
             raise InputError(f"this model takes {self.channels} channels, but the image has {pixels.shape[2]}")
+        if quick and (made := self._quick_fit(pixels)) is not None:
+            return made
         if self.channels == 3:
             return np.asarray(self._fit(Image.fromarray(pixels)))
         layers = [
@@ -125,19 +135,43 @@ class Preprocess(Frozen):
     def _fit(self, image: Image.Image, fill: float | None = None) -> Image.Image:
         return self._cut(self._resized(image), self.mean if fill is None else (fill,))
 
+    def _quick_fit(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
+        """Resize and crop with torch's kernel; None if it does not fit, or there is nothing to resize."""
+        from vitrail.data.augmentation.vectorised import can_resize, resized
+
+        resample = Image.Resampling[self.interpolation.upper()]
+        image = pixels.shape[1], pixels.shape[0]
+        width, height = resized_size(image, self.resize_to or self.size, self.resize)
+        padded = height < self.size[0] or width < self.size[1]
+        if self.channels != 3 or padded or (width, height) == image or not can_resize(pixels, resample):
+            return None
+        top, left = self.crop_start(height, self.size[0]), self.crop_start(width, self.size[1])
+        made = resized(pixels, (height, width), resample)
+        return made[top : top + self.size[0], left : left + self.size[1]]
+
     def _cut(self, image: Image.Image, mean: tuple[float, ...]) -> Image.Image:
         """Centre crop, after padding an image that is too small."""
         height, width = self.size
-        extra = max(0, height - image.height), max(0, width - image.width)
-        if any(extra):
-            colours = [round(255 * m) if self.resize == "contain" else 0 for m in mean]
-            colour = tuple(colours) if len(colours) == 3 else colours[0]
-            larger = Image.new(image.mode, (image.width + extra[1], image.height + extra[0]), colour)
-            larger.paste(image, (extra[1] // 2, extra[0] // 2))
+        if image.height < height or image.width < width:
+            colour = self.padding(mean)
+            wide, tall = max(image.width, width), max(image.height, height)
+            larger = Image.new(image.mode, (wide, tall), colour if len(colour) == 3 else colour[0])
+            larger.paste(
+                image, (-min(0, self.crop_start(image.width, width)), -min(0, self.crop_start(image.height, height)))
+            )
             image = larger
-        halved = round if self.half == "even" else math.floor
-        top, left = halved((image.height - height) / 2), halved((image.width - width) / 2)
+        top, left = self.crop_start(image.height, height), self.crop_start(image.width, width)
         return image.crop((left, top, left + width, top + height))
+
+    def padding(self, mean: tuple[float, ...] | None = None) -> tuple[int, ...]:
+        """Return the colour around an image that is too small, one value per channel."""
+        return tuple(round(255 * m) if self.resize == "contain" else 0 for m in (self.mean if mean is None else mean))
+
+    def crop_start(self, resized: int, side: int) -> int:
+        """Return where the centre crop starts along an axis; negative if the image has to be padded."""
+        if resized < side:
+            return -((side - resized) // 2)
+        return (round if self.half == "even" else math.floor)((resized - side) / 2)
 
 
 def resized_size(

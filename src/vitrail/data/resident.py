@@ -1,10 +1,9 @@
-"""Datasets of small images that are kept on the device: read once, and augmented there for training.
+"""Datasets that are kept on the device: read once, and augmented there for training. The caller checks that they fit.
 
 The random draws for a position of the stream are the same as for images read from files; workers draw them and send
 only numbers.
 """
 
-import math
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -28,8 +27,7 @@ from vitrail.data.augmentation.on_device import (
 )
 from vitrail.data.batches import BadImage, Batch, Evaluation, Training, evaluation_batches, prefetch
 from vitrail.data.packing import PackedArrays, Slot
-from vitrail.data.preprocess import Preprocess
-from vitrail.errors import ConfigError, DataError
+from vitrail.errors import DataError
 
 READ_AT_ONCE = 256
 LAYOUTS = 8
@@ -39,8 +37,6 @@ CUDA_GRAPHS = True
 (benchmarks/lab-gpu.md)."""
 MOST_DRAWING = 4
 """Most workers that draw: one draws for tens of thousands of images/s, and more only take memory."""
-MOST_BYTES = 32 * 2**30
-"""Largest dataset to keep on the device; beyond this, GPU memory has better uses."""
 
 
 class Layout(NamedTuple):
@@ -160,15 +156,10 @@ class Resident:
         """Return all images, and for each the index to use: its own, or the next readable image's."""
         source, preprocess = self.training.source, self.training.preprocess
         shape = (len(source), preprocess.channels, *preprocess.size)
-        if _bytes(len(source), preprocess) > MOST_BYTES:
-            raise ConfigError(
-                f"{len(source):,} images of {preprocess.size[0]}×{preprocess.size[1]} pixels are too many to keep on "
-                f"the device; use data.on_device = false"
-            )
         pixels = torch.empty(shape, dtype=torch.uint8, device=device)
         readable_mask = torch.zeros(len(source), dtype=torch.bool)
         read = Evaluation(source, preprocess, READ_AT_ONCE, bad_files=self.training.bad_files)
-        for batch in evaluation_batches(read, workers=self.workers):
+        for batch in evaluation_batches(read, workers=self.workers, pin=device.type == "cuda"):
             pixels[batch.indices.to(device)] = batch.pixels.to(device)
             readable_mask[batch.indices] = True
             self.bad += batch.bad
@@ -206,15 +197,11 @@ class ResidentEvaluation:
             yield from self._kept
             return
         kept: list[Batch] = []
-        fits = _bytes(len(self.data.source), self.data.preprocess) <= MOST_BYTES
         for batch in evaluation_batches(self.data, workers=self.workers, pin=self.device.type == "cuda"):
-            if fits:
-                # Copies: shared memory from a worker holds a file descriptor for as long as it is referenced.
-                labels, indices, lam, box = (tensor.clone() for tensor in batch.tensors[1:])
-                batch = Batch(batch.pixels.to(self.device, copy=True), labels, indices, lam, box, batch.bad)
-                kept.append(batch)
+            batch = batch._replace(pixels=batch.pixels.to(self.device))
+            kept.append(batch)
             yield batch
-        self._kept = kept if fits else None
+        self._kept = kept
 
 
 def _pinned(memory: Tensor) -> Tensor:
@@ -226,10 +213,6 @@ def _pinned(memory: Tensor) -> Tensor:
     pinned = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True)
     np.copyto(pinned.numpy(), memory.numpy())
     return pinned
-
-
-def _bytes(images: int, preprocess: Preprocess) -> int:
-    return images * preprocess.channels * math.prod(preprocess.size)
 
 
 def _next_readable(readable_mask: Tensor) -> Tensor:

@@ -3,30 +3,31 @@
 The same stream as in `batches`: the batch of a step is a pure function of step, seed and files. Labels are not read.
 """
 
+import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Self, get_args
+from typing import NamedTuple, Self, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from vitrail.data.augmentation.multicrop import GLOBAL_VIEWS, MultiCrop, apply_views, decode_scale, plan_views
 from vitrail.data.batches import (
     BadFiles,
     BadImage,
     Batch,
+    BatchDataset,
     Failure,
     check_choice,
     checked_batches,
-    empty_buffer,
     load_readable,
 )
 from vitrail.data.decode import open_image
 from vitrail.data.preprocess import Preprocess
+from vitrail.data.slots import empty_buffer
 from vitrail.data.sources.source import Source
 from vitrail.data.stream import WHOLE_BATCH, RankSlice, Stream
 from vitrail.errors import ConfigError, VitrailError
@@ -72,7 +73,7 @@ AnyBatch = Batch | ViewBatch
 
 
 @dataclass(frozen=True)
-class MultiCropTraining(Dataset[Any]):
+class MultiCropTraining(BatchDataset):
     """The training batches of one rank, by step: a pure function of step, seed and files."""
 
     source: Source
@@ -85,6 +86,13 @@ class MultiCropTraining(Dataset[Any]):
 
     def __post_init__(self) -> None:
         check_choice("bad_files", self.bad_files, get_args(BadFiles))
+
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes of all views of a batch."""
+        local = self.crops.local_crops * math.prod(self.crops.local_size) * self.preprocess.channels
+        each = GLOBAL_VIEWS * self.preprocess.pixel_bytes + local
+        return len(self.stream.positions(0, self.rank_slice)) * each
 
     def __getitem__(self, step: int) -> ViewBatch | Failure:
         """Make the batch of a step."""

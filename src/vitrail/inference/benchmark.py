@@ -7,15 +7,18 @@ from typing import Any, NamedTuple, TypeVar, get_args
 import torch
 
 from vitrail.acceleration.bench import BATCHES, Cell, Skipped, run_benchmark
-from vitrail.acceleration.engine import Kind
+from vitrail.acceleration.engine import Engine, Kind
 from vitrail.acceleration.planner import plan_of, usual_precisions
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import ready_bundle
+from vitrail.data.sources.given import Data
 from vitrail.errors import ConfigError, suggest
-from vitrail.runtime import OnPlan, OnProgress, Precision, choose_device, on_stage
+from vitrail.quantisation import check_calibration, open_int8
+from vitrail.runtime import InferencePrecision, OnPlan, OnProgress, Precision, choose_device, on_stage
 from vitrail.tasks.lookup import compare_for
 
 Word = TypeVar("Word", bound=str)
+PRECISIONS: tuple[InferencePrecision, ...] = (*get_args(Precision), "int8")
 
 
 class Benchmark(NamedTuple):
@@ -52,6 +55,7 @@ def bench(
     batches: Sequence[int] | None = None,
     seconds: float = 2.0,
     device: str = "auto",
+    calibrate: Data | None = None,
     overrides: Mapping[str, Any] | None = None,
     keys: str | Path | None = None,
     on_progress: OnProgress | None = None,
@@ -61,16 +65,27 @@ def bench(
 
     By default `engines` are torch, onnx and openvino, `precisions` all that a device usually supports, and `batches` 1,
     4, 16 and 64. What cannot run is listed in `skipped`. `seconds` is the time per cell. `on_plan` is called once per
-    precision of torch.
+    precision of torch, and for int8, which has to be asked for; its calibration images are `calibrate`, by default
+    those of the model's run.
     """
     kinds = _selected(engines, get_args(Kind), "engine")
     place = choose_device(device)
-    chosen = _selected(precisions, get_args(Precision), "precision") if precisions else usual_precisions(place)
+    chosen = _selected(precisions, PRECISIONS, "precision") if precisions else usual_precisions(place)
+    if "int8" not in chosen:
+        check_calibration("float32", "torch", calibrate)
     opened = ready_bundle(model, overrides=overrides, keys=keys)
     opened.announce()
     if on_plan is not None and "torch" in kinds:
         for precision in chosen:
-            on_plan(str(plan_of(opened.model.to(place), precision)))
+            if precision != "int8":
+                on_plan(str(plan_of(opened.model.to(place), precision)))
+
+    def open_quantised() -> Engine:
+        engine = open_int8(opened, calibrate, device=place, on_progress=on_progress)
+        if on_plan is not None:
+            on_plan(str(engine.plan))
+        return engine
+
     result = run_benchmark(
         opened.model,
         opened.preprocess,
@@ -80,6 +95,7 @@ def bench(
         batches=BATCHES if batches is None else batches,
         seconds=seconds,
         compare=compare_for(opened),
+        open_int8=open_quantised,
         on_progress=on_stage(on_progress, "measuring"),
     )
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else str(place)

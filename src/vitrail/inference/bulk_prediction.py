@@ -3,32 +3,35 @@
 If the engine uses one thread per core, each thread decodes what it computes: no core waits for another, and no
 processes are started. Otherwise the worker processes of `torch.utils.data.DataLoader` decode: pixels are returned in
 shared memory instead of a pipe, a worker that dies is noticed, and prefetching is bounded to two batches per worker.
+While a GPU computes a batch, this process makes the rows of the previous one.
 The list of images is consumed lazily, so memory does not grow with its length.
 """
 
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager, nullcontext
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from vitrail.acceleration.auto import open_best
-from vitrail.acceleration.cpu.threads import LARGEST, CpuThreads
+from vitrail.acceleration.cpu.threads import LARGEST, CpuThreads, one_thread
 from vitrail.acceleration.engine import Engine, TorchEngine, open_engine
-from vitrail.checkpoints.bundle import Bundle
+from vitrail.acceleration.int8.engine import Int8Engine
+from vitrail.checkpoints.bundle import Bundle, digest_model
 from vitrail.checkpoints.load import ready_bundle
-from vitrail.data.batches import Failure, default_workers, empty_pixels, prefetch
-from vitrail.data.inputs import Item, fitted
-from vitrail.data.preprocess import Preprocess
-from vitrail.errors import ConfigError, DataError, StorageError, VitrailError
+from vitrail.data.batches import default_workers, prefetch
+from vitrail.data.decoder_choice import ON_CPU, Decoder, check_decode, choose_decoder, samples
+from vitrail.data.inputs import Item
+from vitrail.data.item_batches import Decoded, Decoding, checked, gpu_decoded_items, item_batches
+from vitrail.errors import ConfigError, DataError, StorageError
 from vitrail.inference.classifier import (
     BATCH,
     Predictor,
@@ -40,7 +43,6 @@ from vitrail.inference.jobs import (
     Output,
     PredictJob,
     check_target,
-    digest_model,
     digest_places,
     earlier_job,
     is_finished,
@@ -48,46 +50,16 @@ from vitrail.inference.jobs import (
 from vitrail.inference.listing import is_plain_file, list_items, nothing_listed, read_stdin
 from vitrail.inference.skipped import SkippedFiles
 from vitrail.inference.writing import Format, PredictionRow, Sink, TerminalWriter, choose_format
-from vitrail.runtime import OnPlan, Precision, choose_device
+from vitrail.runtime import InferencePrecision, OnPlan, Precision, choose_device
 from vitrail.tasks.lookup import compare_for, task_of
 from vitrail.text import printable_path
 
+In = TypeVar("In")
+Out = TypeVar("Out")
+Quantise = Callable[[Bundle], Int8Engine]
+"""Opens the int8 engine of a bundle, which may take a minute."""
 SAMPLE = 64
 """Number of images that "auto" precision is chosen on."""
-
-
-class Decoded(NamedTuple):
-    """A decoded batch, as returned by a worker."""
-
-    pixels: Tensor
-    """(B, C, H, W), uint8, of the readable images."""
-    names: tuple[bytes, ...]
-    errors: tuple[str | None, ...]
-    """One per image; None for readable images."""
-
-
-@dataclass(frozen=True)
-class Decoding(Dataset[Any]):
-    """A worker's job: images in, pixels out."""
-
-    preprocess: Preprocess
-
-    def __getitem__(self, items: Sequence[Item]) -> Decoded | Failure:
-        """Decode images; if their storage fails, return the error, because the images may be fine."""
-        pixels = empty_pixels(len(items), self.preprocess)
-        errors: list[str | None] = []
-        good = 0
-        for item in items:
-            try:
-                pixels.numpy()[good] = fitted(item, self.preprocess)
-            except StorageError as error:
-                return Failure(StorageError, str(error))
-            except VitrailError as error:
-                errors.append(str(error))
-            else:
-                errors.append(None)
-                good += 1
-        return Decoded(pixels[:good].permute(0, 3, 1, 2), tuple(item.name for item in items), tuple(errors))
 
 
 class Summary(NamedTuple):
@@ -115,11 +87,15 @@ def predict_items(
     batch: int = BATCH,
     workers: int | None = None,
     first: int = 1,
+    decoder: Decoder = ON_CPU,
 ) -> Iterator[list[PredictionRow]]:
     """Yield the rows of images, in order, batch by batch, numbered from `first`."""
     check_counts(top, batch)
-    cpu_threads = predictor.engine.cpu_threads if isinstance(predictor.engine, TorchEngine) else None
-    if workers is None and cpu_threads is not None and cpu_threads.one_core_each:
+    engine = predictor.engine
+    cpu_threads = engine.cpu_threads if isinstance(engine, TorchEngine | Int8Engine) else None
+    if decoder.device is not None:
+        made = _on_device(predictor, decoder.device, items, top, batch, workers)
+    elif workers is None and cpu_threads is not None and cpu_threads.one_core_each:
         made = _in_threads(predictor, cpu_threads, items, top, batch)
     else:
         made = _in_workers(predictor, items, top, batch, workers)
@@ -131,49 +107,89 @@ def predict_items(
 def _in_threads(
     predictor: Predictor[Any], cpu_threads: CpuThreads, items: Iterator[Item], top: int, batch: int
 ) -> Iterator[list[PredictionRow]]:
-    decoding = Decoding(predictor.preprocess)
+    decoding = decoding_for(predictor)
 
     def work(some: list[Item]) -> list[PredictionRow]:
-        return _rows(predictor, _checked(decoding[some]), top)
+        decoded = checked(decoding[some])
+        return _rows(predictor, decoded, _outputs(predictor, decoded), top)
 
-    results = cpu_threads.each(work, _batches(items, min(batch, LARGEST)))
+    results = cpu_threads.each(work, item_batches(items, min(batch, LARGEST)))
     with closing(results):  # stop computing when the caller stops iterating
         rows = chain.from_iterable(results)
         while some := list(islice(rows, batch)):
             yield some
 
 
+def _on_device(
+    predictor: Predictor[Any], device: torch.device, items: Iterator[Item], top: int, batch: int, workers: int | None
+) -> Iterator[list[PredictionRow]]:
+    workers = default_workers() if workers is None else workers
+    decoded = gpu_decoded_items(items, predictor.preprocess, device, batch, workers)
+    with closing(decoded), closing(ahead(partial(_outputs, predictor), decoded)) as computed:
+        for one, outputs in computed:
+            with one_thread():
+                rows = _rows(predictor, one, outputs, top)
+            yield rows
+
+
 def _in_workers(
     predictor: Predictor[Any], items: Iterator[Item], top: int, batch: int, workers: int | None
 ) -> Iterator[list[PredictionRow]]:
-    batches = _batches(items, batch)
+    batches = item_batches(items, batch)
     first = list(islice(batches, 1))
     if workers is None:  # for a few images, starting processes takes longer than decoding
         workers = default_workers() if first and len(first[0]) == batch else 0
     pin = predictor.device.type == "cuda" and workers > 0
-    for decoded in prefetch(Decoding(predictor.preprocess), chain(first, batches), workers=workers, pin=pin):
-        yield _rows(predictor, _checked(decoded), top)
+    size = batch * predictor.preprocess.pixel_bytes
+    prefetched = prefetch(decoding_for(predictor), chain(first, batches), workers=workers, pin=pin, batch_bytes=size)
+    compute, decoded = partial(_outputs, predictor), map(checked, prefetched)
+    computed = ahead(compute, decoded) if pin else ((one, compute(one)) for one in decoded)
+    with closing(computed):
+        for one, outputs in computed:
+            with one_thread() if workers else nullcontext():
+                rows = _rows(predictor, one, outputs, top)
+            yield rows
 
 
-def _batches(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
-    while some := list(islice(items, size)):
-        yield some
+def decoding_for(predictor: Predictor[Any]) -> Decoding:
+    """Return the decoding for a predictor.
+
+    In float32 the pixels are those of other libraries. Lower precisions change the outputs more than the fast resize
+    does.
+    """
+    return Decoding(predictor.preprocess, quick=predictor.engine.precision != "float32")
 
 
-def _checked(decoded: Decoded | Failure) -> Decoded:
-    if isinstance(decoded, Failure):
-        raise decoded.kind(decoded.message)
-    return decoded
+def ahead(compute: Callable[[In], Out], items: Iterable[In]) -> Generator[tuple[In, Out], None, None]:
+    """Yield each item with what `compute` makes of it, in a thread of its own, which is one item ahead."""
+    with ThreadPoolExecutor(1, thread_name_prefix="model") as pool:
+        waiting: tuple[In, Future[Out]] | None = None
+        for item in items:
+            coming = item, pool.submit(compute, item)
+            if waiting is not None:
+                yield waiting[0], waiting[1].result()
+            waiting = coming
+        if waiting is not None:
+            yield waiting[0], waiting[1].result()
 
 
-def _rows(predictor: Predictor[Any], decoded: Decoded, top: int) -> list[PredictionRow]:
+def _outputs(predictor: Predictor[Any], decoded: Decoded) -> Tensor | None:
+    return predictor.engine(decoded.pixels) if len(decoded.pixels) else None
+
+
+def _rows(predictor: Predictor[Any], decoded: Decoded, outputs: Tensor | None, top: int) -> list[PredictionRow]:
     readable = [name for name, error in zip(decoded.names, decoded.errors, strict=True) if error is None]
-    predictions = iter(predictor.predict_pixels(decoded.pixels, top, lambda index: printable_path(readable[index])))
+    named = partial(_nth_path, readable)
+    predictions = iter(() if outputs is None else predictor.predict_outputs(outputs, top, named))
     rows = []
     for name, error in zip(decoded.names, decoded.errors, strict=True):
         prediction = next(predictions) if error is None else predictor.task.unread(error)
         rows.append(PredictionRow(0, name, prediction))
     return rows
+
+
+def _nth_path(paths: Sequence[bytes], index: int) -> str:
+    return printable_path(paths[index])
 
 
 def predict_files(
@@ -188,6 +204,8 @@ def predict_files(
     device: str = "auto",
     engine: str = "torch",
     precision: str = "float32",
+    decode: str = "auto",
+    quantise: Quantise | None = None,
     null: bool = False,
     resume: bool = False,
     overwrite: bool = False,
@@ -199,16 +217,18 @@ def predict_files(
 
     An unreadable image becomes a row with an error; if all images are unreadable, `DataError` is raised at the end. If
     remote storage fails, `StorageError` is raised and the rows written so far are kept.
-    `on_progress` is called with the number of rows, and the total if known. With `resume`, a finished job stays as it
-    is; its summary then has only earlier rows.
+    `quantise` opens the engine of int8. `on_progress` is called with the number of rows, and the total if known. With
+    `resume`, a finished job stays as it is; its summary then has only earlier rows.
     """
     check_counts(top, batch)
     places = [places] if isinstance(places, str) else places
     output = None if output is None else Path(output)
     chosen = choose_format(format, output, interactive=sys.stdout.isatty())
     _check_output(output, chosen, places, resume, overwrite)
-    check_precision(precision)
-    choose_device(device)
+    if quantise is None:
+        check_precision(precision)
+    check_decode(decode)
+    place = choose_device(device)
     skipped = SkippedFiles()
     items = list_items(places, stdin=read_stdin(), null=null, skipped=skipped)
     first = next(items, None)
@@ -225,26 +245,43 @@ def predict_files(
     before = earlier_job(output) if output is not None and resume else None
     resolved: Precision | Engine
     why = None
-    if before is not None and before.precision == precision:
+    computed: InferencePrecision
+    if quantise is not None:
+        resolved = quantise(opened)
+        computed = resolved.precision
+    elif before is not None and before.precision == precision and before.computed != "int8":
         resolved = computed = before.computed
     else:
-        resolved, items, why = resolve_precision(precision, opened, engine, choose_device(device), items)
+        resolved, items, why = resolve_precision(precision, opened, engine, place, items)
         computed = resolved if isinstance(resolved, str) else resolved.precision
+    total = len(places) if all(map(is_plain_file, places)) else None
+    same = before is not None and before.decode == decode  # a resumed job decodes as before
+    wanted = before.decoder if before is not None and same else decode
+    sample = list(islice(items, samples(wanted, place)))
+    items = chain(sample, items)
+    decoder = choose_decoder(wanted, place, opened.preprocess, sample, count=total, workers=workers)
     if output is None:
         sink = TerminalWriter(chosen, task.rows, top) if sink is None else sink
     else:
         images, model = digest_places(places, null), digest_model(opened)
-        job = PredictJob(images, model, top, engine, precision, chosen, computed)
+        calibration = resolved.digest if isinstance(resolved, Int8Engine) else ""
+        job = PredictJob(images, model, top, engine, precision, chosen, computed, decode, decoder.name, calibration)
         sink = Output(output, job, task.rows, resume=resume, overwrite=overwrite)
-    ready = engine if isinstance(resolved, str) else resolved
-    predictor: Predictor[Any] = Predictor(opened, engine=ready, precision=computed, device=device)
-    total = len(places) if all(map(is_plain_file, places)) else None
+    predictor: Predictor[Any] = (
+        Predictor(opened, engine=engine, precision=resolved, device=device)
+        if isinstance(resolved, str)
+        else Predictor(opened, engine=resolved, device=device)
+    )
     with _resumable(output if chosen != "table" else None), sink:
         items = sink.skip_done(items)
         if on_plan is not None:
             on_plan(str(predictor.engine.plan))
+        decoder.announce(on_plan)
         earlier, started = sink.done, time.monotonic()
-        for rows in predict_items(predictor, items, top=top, batch=batch, workers=workers, first=earlier + 1):
+        made = predict_items(
+            predictor, items, top=top, batch=batch, workers=workers, first=earlier + 1, decoder=decoder
+        )
+        for rows in made:
             sink.write(rows)
             if on_progress is not None:
                 on_progress(sink.done, total)
@@ -297,7 +334,7 @@ def resolve_precision(
         return open_engine(bundle.model, bundle.preprocess, kind=kind, precision=tried, device=device)
 
     def pixels() -> Tensor:
-        return _checked(Decoding(bundle.preprocess)[first]).pixels
+        return checked(Decoding(bundle.preprocess)[first]).pixels
 
     config, compare = bundle.model.config, compare_for(bundle)
     engine, why = open_best(engine_for, "auto", config, len(first), pixels, device, compare)

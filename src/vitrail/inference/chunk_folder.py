@@ -214,11 +214,26 @@ class ChunkFolder:
                 self._lock.__enter__()
             except BlockingIOError:
                 raise DataError(f"{self.name} is being written by another process; wait for it") from None
+            try:
+                self._check_unchanged()
+            except BaseException:  # `__exit__` is not called
+                self._lock.__exit__(None, None, None)
+                raise
             for folder in (self.path, self.path / CHUNKS):
                 remove_partial_files(folder)
             for file in (self.path / CHUNKS).glob(f"*{ATTEMPT}"):
                 file.unlink(missing_ok=True)
         return self
+
+    def _check_unchanged(self) -> None:
+        """Look again once the folder is locked: another job may have written it while this one connected to Ray."""
+        now = self._earlier_job()
+        if now is not None and self.before is None and not self.resume and not self.overwrite:
+            raise DataError(
+                f"another job has written {self.name} meanwhile; resume it with --resume, or replace it with "
+                "--overwrite"
+            )
+        self.before = now
 
     def __exit__(self, *_: object) -> None:
         try:

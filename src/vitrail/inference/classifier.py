@@ -99,14 +99,15 @@ class Predictor(Generic[P]):
 
     def predict_pixels(self, pixels: Tensor, top: int, name: Callable[[int], str] = "image {}".format) -> list[P]:
         """Return the predictions for pixels (B, C, H, W) as returned by `fitted`; `name` is for messages."""
-        if not len(pixels):
-            return []
-        logits = self.engine(pixels)
-        wrong = ~logits.flatten(1).isfinite().all(dim=1)
-        if wrong.any():
+        return self.predict_outputs(self.engine(pixels), top, name) if len(pixels) else []
+
+    def predict_outputs(self, outputs: Tensor, top: int, name: Callable[[int], str]) -> list[P]:
+        """Return the predictions for the engine's outputs."""
+        if not all(edge.isfinite() for edge in outputs.aminmax()):
+            wrong = int((~outputs.flatten(1).isfinite().all(dim=1)).int().argmax())
             help = "the weights are corrupt" if self.engine.precision == "float32" else "use float32"
-            raise Diverged(f"the logits for {name(int(wrong.int().argmax()))} are not finite; {help}")
-        return self.task.predict(logits, self.names, top)
+            raise Diverged(f"the logits for {name(wrong)} are not finite; {help}")
+        return self.task.predict(outputs, self.names, top)
 
     def _predict(
         self, images: Sequence[object], names: Sequence[str], top: int, errors: Errors, run: Callable[..., Any]

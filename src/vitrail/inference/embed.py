@@ -5,13 +5,14 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 from vitrail._version import __version__
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import ready_bundle
 from vitrail.checkpoints.writing import atomic_file, check_target
 from vitrail.data.batches import BadImage
+from vitrail.data.decoder_choice import check_decode
 from vitrail.data.sources.given import Data
 from vitrail.data.sources.selection import choose_images, recorded_split
 from vitrail.data.sources.source import Source
@@ -38,6 +39,7 @@ from vitrail.inference.features import (
     nothing_to_read,
 )
 from vitrail.inference.ray_cluster import RayOptions
+from vitrail.quantisation import NO_INT8_ON_RAY
 from vitrail.runtime import OnPlan, OnProgress, PrecisionChoice, on_stage
 
 
@@ -68,7 +70,9 @@ def embed(
     batch: int = 64,
     workers: int | None = None,
     device: str = "auto",
-    precision: PrecisionChoice = "auto",
+    precision: PrecisionChoice | Literal["int8"] = "auto",
+    decode: str = "auto",
+    calibrate: Data | None = None,
     overrides: Mapping[str, Any] | None = None,
     keys: str | Path | None = None,
     resume: bool = False,
@@ -94,7 +98,9 @@ def embed(
     batch: int = 64,
     workers: int | None = None,
     device: str = "auto",
-    precision: PrecisionChoice = "auto",
+    precision: PrecisionChoice | Literal["int8"] = "auto",
+    decode: str = "auto",
+    calibrate: Data | None = None,
     overrides: Mapping[str, Any] | None = None,
     keys: str | Path | None = None,
     resume: bool = False,
@@ -119,7 +125,9 @@ def embed(
     batch: int = 64,
     workers: int | None = None,
     device: str = "auto",
-    precision: PrecisionChoice = "auto",
+    precision: PrecisionChoice | Literal["int8"] = "auto",
+    decode: str = "auto",
+    calibrate: Data | None = None,
     overrides: Mapping[str, Any] | None = None,
     keys: str | Path | None = None,
     resume: bool = False,
@@ -136,7 +144,10 @@ def embed(
     `tokens` selects the features: "pooled" is the input of the head; "class", "patches" and "registers" are tokens.
     With `layer` (0-based, negative from the end) the model is treated as if it ended there: its final norm follows,
     unless `raw` is set. `normalise` scales every vector to length 1. `dtype` is that of the file; arrays are float32.
-    `overrides` and `keys` are those of `load`.
+    `overrides` and `keys` are those of `load`; `decode` is that of `predict`.
+
+    `precision` "int8" needs images to calibrate on, `calibrate`; by default those of the model's run. It is refused if
+    the features differ too much from those in float32.
 
     With `ray`, workers of a Ray cluster compute, and `output` is a folder of Parquet files, which `resume` completes.
     It is "local", "auto", an address, or `RayOptions`.
@@ -145,7 +156,10 @@ def embed(
         raise ConfigError("without Ray, the file appears only when it is complete, so there is nothing to resume")
     target = None if output is None or ray is not None else check_output(output, overwrite=overwrite)
     check_dtype(dtype)
-    how = ComputeOptions(device, precision, batch, workers, on_stage(on_progress, "embedding"), on_plan)
+    check_decode(decode, on_ray=ray is not None)
+    how = ComputeOptions(
+        device, precision, batch, workers, on_stage(on_progress, "embedding"), on_plan, decode, calibrate, on_progress
+    )
     if ray is None:  # the workers check their own device
         how.check()  # before anything is read
     bundle, request = (
@@ -156,6 +170,8 @@ def embed(
     record = recorded_split(bundle.origin)
     chosen = choose_images(data, split, record=record, on_progress=on_stage(on_progress, "listing"))
     if ray is not None:
+        if precision == "int8":
+            raise ConfigError(NO_INT8_ON_RAY)
         from vitrail.inference.ray_jobs import embed_on_ray  # which imports this module
 
         return embed_on_ray(

@@ -15,16 +15,29 @@ from vitrail.acceleration.auto import IMAGES, open_best, plan_text
 from vitrail.acceleration.casting import cast_once
 from vitrail.acceleration.cuda.inference.encoder import EncoderPrecision
 from vitrail.acceleration.cuda.inference.model import FastModel
+from vitrail.acceleration.int8.engine import Int8Engine
 from vitrail.acceleration.planner import ExecutionPlan, plan_of
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.data.batches import BadImage, Batch, Evaluation, evaluation_batches, first_images
+from vitrail.data.batches import BadImage, Batch, Evaluation, first_images
+from vitrail.data.decoder_choice import ON_CPU, Decoder, check_decode, choose_for_source
+from vitrail.data.sources.given import Data
 from vitrail.data.sources.source import Source
 from vitrail.errors import ConfigError, DataError, suggest
 from vitrail.evaluation import check_finite
 from vitrail.models.checks import read_layer
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
-from vitrail.runtime import OnPlan, Precision, PrecisionChoice, autocast, choose_device, eval_mode
+from vitrail.quantisation import Int8Features, check_calibration, open_int8
+from vitrail.runtime import (
+    InferencePrecision,
+    OnPlan,
+    OnProgress,
+    Precision,
+    PrecisionChoice,
+    autocast,
+    choose_device,
+    eval_mode,
+)
 
 FeatureKind = Literal["pooled", "class", "patches", "registers"]
 FEATURE_KINDS: tuple[FeatureKind, ...] = get_args(FeatureKind)
@@ -73,6 +86,11 @@ class FeatureRequest:
         if plan.path == "fused_encoder":
             return self.folded(model, EncoderPrecision())
         return cast_once(model, plan.autocast)
+
+    def in_int8(self) -> Int8Features:
+        """Return what is quantised for these features; vectors are scaled to length 1 afterwards."""
+        plain = replace(self, normalise=False)
+        return Int8Features(plain.take, str(plain))
 
     def cache_key(self, config: ViTConfig, plan: ExecutionPlan) -> "FeatureRequest":
         """Return the cache key of `ready`: requests with the same key can share its result."""
@@ -123,7 +141,7 @@ class ComputeOptions:
     """Device, precision, batch size and workers."""
 
     device: str = "auto"
-    precision: PrecisionChoice = "float32"
+    precision: PrecisionChoice | Literal["int8"] = "float32"
     batch: int = 64
     workers: int | None = None
     """Decoding processes; None: one per core."""
@@ -131,11 +149,19 @@ class ComputeOptions:
     """Called with the number of images done and the total."""
     on_plan: OnPlan | None = None
     """Called with the execution plan, before the first image."""
+    decode: str = "auto"
+    """Where JPEGs are decoded."""
+    calibrate: Data | None = None
+    """Images to calibrate int8 on; by default those of the model's run."""
+    on_quantising: OnProgress | None = None
+    """Called with the progress of quantising to int8."""
 
     def check(self) -> torch.device:
         """Raise for an unavailable device or precision; return the device."""
         place = choose_device(self.device)
-        if self.precision != "auto":
+        check_decode(self.decode)
+        check_calibration(self.precision, "torch", self.calibrate)
+        if self.precision != "auto" and self.precision != "int8":
             autocast(place, self.precision)
         return place
 
@@ -162,23 +188,38 @@ class FeatureModel:
     def __init__(self, bundle: Bundle, request: FeatureRequest, how: ComputeOptions = DEFAULT_COMPUTE) -> None:
         request.check(bundle.model.config)
         self.device, self.request, self.how, self.preprocess = how.check(), request, how, bundle.preprocess
-        self.precision: Precision = "float32" if how.precision == "auto" else how.precision
-        self.plan = plan_of(bundle.model.to(self.device), self.precision, "features")
-        self.model = request.ready(bundle.model, self.plan)
+        self.precision: InferencePrecision = "float32" if how.precision == "auto" else how.precision
+        self.int8: Int8Engine | None = None
+        self.model: ViT | FastModel = bundle.model
+        if self.precision == "int8":
+            self.int8 = open_int8(
+                bundle, how.calibrate, device=self.device, features=request.in_int8(), on_progress=how.on_quantising
+            )
+            self.plan = self.int8.plan
+        else:
+            self.plan = plan_of(bundle.model.to(self.device), self.precision, "features")
+            self.model = request.ready(bundle.model, self.plan)
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Return the features of images (B, C, H, W); the model must be in eval mode."""
+        if self.int8 is not None:
+            features = self.int8(pixels)
+            return F.normalize(features, dim=-1) if self.request.normalise else features
         # Only here, so that the caller's code between two batches runs in its own mode.
-        with torch.inference_mode(), autocast(self.device, self.precision):
+        with torch.inference_mode(), autocast(self.device, self.plan.autocast):
             pixels = pixels.to(self.device, non_blocking=True)
             return self.request.take(self.model, self.preprocess.normalise(pixels)).cpu()
 
-    def batches(self, source: Source) -> Iterator[FeatureBatch]:
+    def decoder(self, source: Source) -> Decoder:
+        """Choose where the JPEGs of a source are decoded."""
+        return choose_for_source(self.how.decode, self.device, self.preprocess, source, workers=self.how.workers)
+
+    def batches(self, source: Source, decoder: Decoder = ON_CPU) -> Iterator[FeatureBatch]:
         """Yield the features of every image once, in order."""
         how, done = self.how, 0
         data = Evaluation(source, self.preprocess, how.batch, bad_files="skip")
         with eval_mode(self.model):
-            for images in evaluation_batches(data, workers=how.workers, pin=self.device.type == "cuda"):
+            for images in decoder.batches(data, self.device, how.workers):
                 features = self._compute(images, source)
                 yield FeatureBatch(features, images.labels.numpy(), images.indices.numpy(), images.bad)
                 done += len(images.labels) + len(images.bad)
@@ -197,6 +238,11 @@ def open_features(
     bundle: Bundle, source: Source, request: FeatureRequest, how: ComputeOptions
 ) -> tuple[FeatureModel, str]:
     """Return the model in the precision that was asked for, or that is best for these images, and how it computes."""
+
+    if how.precision == "int8":
+        with eval_mode(bundle.model):
+            ready = FeatureModel(bundle, request, how)
+        return ready, str(ready.plan)
 
     def open_for(precision: Precision) -> FeatureModel:
         return FeatureModel(bundle, request, replace(how, precision=precision))
@@ -217,7 +263,9 @@ def feature_batches(
     ready, plan = open_features(bundle, source, request, how)
     if how.on_plan is not None:
         how.on_plan(plan)
-    yield from ready.batches(source)
+    decoder = ready.decoder(source)
+    decoder.announce(how.on_plan)
+    yield from ready.batches(source, decoder)
 
 
 class Features(NamedTuple):

@@ -18,10 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO, Self
 
-import torch
 from pydantic import TypeAdapter
 
-from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.inputs import Item
 from vitrail.data.sources.source import reason_of
 from vitrail.errors import ConfigError, DataError
@@ -35,7 +33,7 @@ from vitrail.inference.writing import (
     write_parquet,
 )
 from vitrail.io import full_disk_hint, read_json, try_lock
-from vitrail.runtime import Precision
+from vitrail.runtime import InferencePrecision
 from vitrail.tasks.task import RowFormat
 from vitrail.text import printable_path
 
@@ -45,7 +43,9 @@ _DESCRIPTIONS = {
     "top": "another number of classes (--top)",
     "engine": "another engine",
     "precision": "another precision",
+    "decode": "another decoder (--decode)",
     "format": "another format",
+    "calibration": "other calibration images",
 }
 
 
@@ -62,8 +62,14 @@ class PredictJob:
     precision: str
     """As requested."""
     format: Format
-    computed: Precision
+    computed: InferencePrecision
     """The precision used: `precision`, or what "auto" resolved to."""
+    decode: str = "auto"
+    """Where JPEGs are decoded, as requested."""
+    decoder: str = "cpu"
+    """Where they are decoded."""
+    calibration: str = ""
+    """In int8, a digest of the quantised model."""
 
     def differences(self, other: "PredictJob") -> list[str]:
         """Describe how another job differs."""
@@ -75,21 +81,6 @@ def digest_places(places: Sequence[str], null: bool) -> str:
     digest = hashlib.sha256(b"0" if null else b"1")
     for place in places:
         digest.update(os.fsencode(os.path.abspath(place)) + b"\0")
-    return digest.hexdigest()[:32]
-
-
-def digest_model(bundle: Bundle) -> str:
-    """Return a digest of a model: equal digests give equal predictions."""
-    words = [
-        bundle.model.config.model_dump_json(),
-        bundle.preprocess.model_dump_json(),
-        json.dumps(bundle.classes),
-        bundle.task,
-    ]
-    digest = hashlib.sha256("\0".join(words).encode())
-    for name, tensor in bundle.model.state_dict().items():
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()[:32]
 
 

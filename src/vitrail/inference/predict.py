@@ -4,21 +4,25 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, overload
 
+from vitrail.acceleration.engine import Engine
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import ready_bundle
+from vitrail.data.decoder_choice import check_decode
 from vitrail.data.inputs import ImageInput, Item, is_one, item_of, name_of, no_image
 from vitrail.data.sources.given import Data, given_data, lists_images
 from vitrail.data.sources.items import items_of
 from vitrail.errors import ConfigError, DataError, VitrailError
-from vitrail.inference.bulk_prediction import SAMPLE, Summary, predict_files, resolve_precision
+from vitrail.inference.bulk_prediction import SAMPLE, Quantise, Summary, predict_files, resolve_precision
 from vitrail.inference.classifier import BATCH, Predictor, check_counts, check_precision
 from vitrail.inference.ray_cluster import RayOptions
 from vitrail.inference.writing import PredictionRow, Sink
-from vitrail.runtime import OnPlan, OnProgress, choose_device, on_stage
+from vitrail.quantisation import NO_INT8_ON_RAY, check_calibration, open_int8
+from vitrail.runtime import OnPlan, OnProgress, Precision, choose_device, on_stage
 from vitrail.tasks.lookup import task_of
 from vitrail.tasks.task import Prediction
 
@@ -40,6 +44,8 @@ def predict(
     device: str = "auto",
     engine: str = "torch",
     precision: str = "auto",
+    decode: str = "auto",
+    calibrate: Data | None = None,
     overrides: Mapping[str, Any] | None = None,
     keys: str | Path | None = None,
     null: bool = False,
@@ -64,6 +70,8 @@ def predict(
     device: str = "auto",
     engine: str = "torch",
     precision: str = "auto",
+    decode: str = "auto",
+    calibrate: Data | None = None,
     overrides: Mapping[str, Any] | None = None,
     keys: str | Path | None = None,
     null: bool = False,
@@ -87,6 +95,8 @@ def predict(
     device: str = "auto",
     engine: str = "torch",
     precision: str = "auto",
+    decode: str = "auto",
+    calibrate: Data | None = None,
     overrides: Mapping[str, Any] | None = None,
     keys: str | Path | None = None,
     null: bool = False,
@@ -105,6 +115,10 @@ def predict(
     "vitrail"). `model` is a bundle or anything that `load` opens, with the same `overrides` and `keys`. To ask one
     model many times, open it once with `Classifier`.
 
+    `decode` is where the JPEGs of paths are decoded: "cpu", "gpu" (nvImageCodec), or "auto", the faster one.
+    `precision` "int8" needs images to calibrate on, `calibrate` (`Data`); by default those of the model's run. It is
+    refused if it changes too many predictions.
+
     With `output`, the rows of paths are written to a file as they come (.jsonl, .csv, .parquet or .txt, or `format`),
     and a summary is returned; "-" is stdout. `resume` continues an interrupted job, `overwrite` replaces a file.
 
@@ -112,6 +126,8 @@ def predict(
     address, or `RayOptions`.
     """
     check_counts(top, batch)
+    check_decode(decode, on_ray=ray is not None)
+    check_calibration(precision, engine, calibrate)
     if output is None and format is not None:
         raise ConfigError("a format needs an output; name a file, or '-' for stdout")
     paths, others = _sorted_by_kind(_listed(images))
@@ -119,11 +135,16 @@ def predict(
         raise ConfigError("Ray writes the predictions of images with paths to a folder; name it as output")
     if others is not None and output is not None:
         raise ConfigError("only images with paths are written to a file; save these first, or omit output")
+    if precision == "int8" and ray is not None:
+        raise ConfigError(NO_INT8_ON_RAY)
     opened = ready_bundle(model, overrides=overrides, keys=keys)
+    quantise: Quantise | None = None
+    if precision == "int8":
+        quantise = partial(open_int8, data=calibrate, device=choose_device(device), on_progress=on_progress)
     if others is None and not paths and output is None:
         return []
     if others is not None:
-        return _in_memory(opened, others, top, batch, device, engine, precision, on_progress, on_plan)
+        return _in_memory(opened, others, top, batch, device, engine, precision, quantise, on_progress, on_plan)
     if ray is not None:
         from vitrail.inference.ray_jobs import predict_on_ray  # only here: it imports much that others do not need
 
@@ -144,6 +165,8 @@ def predict(
         device=device,
         engine=engine,
         precision=precision,
+        decode=decode,
+        quantise=quantise,
         null=null,
         resume=resume,
         overwrite=overwrite,
@@ -201,14 +224,21 @@ def _in_memory(
     device: str,
     engine: str,
     precision: str,
+    quantise: Quantise | None,
     on_progress: OnProgress | None,
     on_plan: OnPlan | None,
 ) -> list[Prediction]:
-    check_precision(precision)
+    if quantise is None:
+        check_precision(precision)
     task_of(bundle)  # raises without a head
     first = list(islice(images, SAMPLE if precision == "auto" else 0))
     place, report = choose_device(device), on_stage(on_progress, "predicting")
-    resolved, _, _ = resolve_precision(precision, bundle, engine, place, _items(first, bundle.preprocess.channels))
+    resolved: Precision | Engine
+    if quantise is not None:
+        resolved = quantise(bundle)
+    else:
+        items = _items(first, bundle.preprocess.channels)
+        resolved, _, _ = resolve_precision(precision, bundle, engine, place, items)
     predictor: Predictor[Any] = (
         Predictor(bundle, engine=engine, precision=resolved, device=device)
         if isinstance(resolved, str)

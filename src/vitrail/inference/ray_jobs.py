@@ -22,7 +22,7 @@ import torch
 from pydantic import TypeAdapter
 
 import vitrail.errors
-from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.bundle import Bundle, digest_model
 from vitrail.data.batches import BadImage
 from vitrail.data.sources.selection import all_keys_of
 from vitrail.data.sources.source import Source
@@ -35,7 +35,6 @@ from vitrail.inference.classifier import check_precision
 from vitrail.inference.embed import EmbedResult
 from vitrail.inference.feature_files import DType, check_dtype
 from vitrail.inference.features import FeatureRequest, nothing_to_read
-from vitrail.inference.jobs import digest_model
 from vitrail.inference.listing import list_items, nothing_listed, read_stdin
 from vitrail.inference.ray_cluster import Placement, RayOptions, connected, nodes_of, place_workers
 from vitrail.inference.skipped import SkippedFiles

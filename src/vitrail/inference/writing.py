@@ -95,6 +95,9 @@ def open_writer(format: Format, rows: RowFormat, top: int) -> Writer:
 class Jsonl:
     """A JSON object on every line."""
 
+    def __init__(self) -> None:
+        self._to_json = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
+
     def header(self) -> bytes:
         """Return nothing: JSONL has no header."""
         return b""
@@ -103,14 +106,13 @@ class Jsonl:
         """Return one line per row."""
         # Python decodes a byte that is not UTF-8 to a lone surrogate, which is written as a JSON escape.
         lines = (
-            json.dumps(
+            self._to_json(
                 {
                     "number": row.number,
                     "path": os.fsdecode(row.path),
                     "error": row.prediction.error,
                     **row.prediction.fields(),
-                },
-                ensure_ascii=False,
+                }
             )
             for row in rows
         )

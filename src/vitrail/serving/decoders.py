@@ -17,9 +17,11 @@ from time import monotonic
 from typing import Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
+import torch
 
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Pixels
+from vitrail.runtime import available_cores, choose_device
 from vitrail.serving.connections import rate_limited_log
 from vitrail.serving.decoder_process import READY, RESULT_HEADER, TASK_HEADER
 from vitrail.serving.decoding import check_upload
@@ -35,6 +37,11 @@ MAX_ERROR_BYTES = 65_536
 """Maximum size of a decoder's error message."""
 LARGE = 16_000_000
 """Pixels times scans from which an image is a large job: about a third of a second."""
+
+
+def default_decoders(device: torch.device) -> int:
+    """Return how many processes decode: on a CPU few, because the model needs the cores."""
+    return 2 if device.type == "cpu" else max(2, available_cores() - 1)
 
 
 class FairQueue(Generic[Job]):
@@ -95,6 +102,7 @@ class Decoders:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._count = settings.decoders or default_decoders(choose_device(settings.device))
         self._small: FairQueue[_Job] = FairQueue()
         self._large: FairQueue[_Job] = FairQueue()
         self._idle: list[_Decoder] = []
@@ -105,9 +113,7 @@ class Decoders:
 
     async def start(self) -> None:
         """Start all processes up front; otherwise they start on demand."""
-        self._idle += await asyncio.gather(
-            *(_start_decoder() for _ in range(self._settings.decoders - len(self._idle)))
-        )
+        self._idle += await asyncio.gather(*(_start_decoder() for _ in range(self._count - len(self._idle))))
 
     async def close(self) -> None:
         """Kill the processes."""
@@ -143,7 +149,7 @@ class Decoders:
     # ── scheduling ──
 
     def _dispatch(self) -> None:
-        while self._active < self._settings.decoders and not self._closed:
+        while self._active < self._count and not self._closed:
             taken = self._next()
             if taken is None:
                 return
@@ -169,10 +175,9 @@ class Decoders:
         return self._small.take(lambda _: True)
 
     def _take_large(self) -> tuple[Hashable, _Job] | None:
-        decoders = self._settings.decoders
-        if self._large_active.total() >= max(1, decoders - 1):
+        if self._large_active.total() >= max(1, self._count - 1):
             return None
-        return self._large.take(lambda client: self._large_active[client] < max(1, decoders // 2))
+        return self._large.take(lambda client: self._large_active[client] < max(1, self._count // 2))
 
     # ── decoding ──
 

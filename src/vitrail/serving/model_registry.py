@@ -17,16 +17,16 @@ from vitrail.acceleration.cuda.graphs import SIZES
 from vitrail.acceleration.cuda.inference.model import FastModel
 from vitrail.acceleration.engine import Engine, open_engine
 from vitrail.acceleration.planner import ExecutionPlan, plan_of
-from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.bundle import Bundle, digest_model
 from vitrail.checkpoints.load import open_checkpoint
 from vitrail.data.sources.source import Pixels
 from vitrail.errors import CheckpointError, ConfigError, VitrailError, suggest
 from vitrail.explanations.request import METHODS, ExplanationRequest
 from vitrail.inference.features import FeatureRequest
-from vitrail.inference.jobs import digest_model
 from vitrail.models.config import ViTConfig
 from vitrail.models.stages import sample_image, stages
 from vitrail.models.vit import ViT
+from vitrail.quantisation import check_calibration, open_int8
 from vitrail.runtime import Precision, choose_device
 from vitrail.serving.batching import Batcher
 from vitrail.serving.files import model_samples
@@ -58,9 +58,11 @@ class ServedModel:
         self.engine: Engine | None = None
         if model.config.classes and model.config.pool != "none":
             self.engine = self._open_engine(settings)
-        # `auto` is validated on class predictions, not on features, and other engines do not compute features.
+        # `auto` and int8 are validated on predictions, not on features, and other engines do not compute features.
         self.precision: Precision = (
-            settings.precision if settings.engine == "torch" and settings.precision != "auto" else "float32"
+            settings.precision
+            if settings.engine == "torch" and settings.precision != "auto" and settings.precision != "int8"
+            else "float32"
         )
         self._feature_plan = plan_of(model, self.precision, "features")
         self.ready = _ready_for(model, self._feature_plan)
@@ -82,6 +84,10 @@ class ServedModel:
     def _open_engine(self, settings: Settings) -> Engine:
         # Do not capture `self`: a replaced model must be freed at once.
         model, preprocess, device = self.bundle.model, self.bundle.preprocess, self.device
+
+        check_calibration(settings.precision, settings.engine, settings.calibrate)
+        if settings.precision == "int8":
+            return open_int8(self.bundle, settings.calibrate, device=device)
 
         def open_for(precision: Precision) -> Engine:
             return open_engine(model, preprocess, kind=settings.engine, precision=precision, device=device)

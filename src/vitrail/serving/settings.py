@@ -56,8 +56,10 @@ class Settings(Frozen):
     """0 picks any free port."""
     device: str = "auto"
     engine: str = "torch"
-    precision: Literal["float32", "bf16", "fp16", "auto"] = "auto"
+    precision: Literal["float32", "bf16", "fp16", "int8", "auto"] = "auto"
     """`auto` tries bf16 on the first images from clients and keeps it if it is faster and the predictions agree."""
+    calibrate: str | None = None
+    """Images to calibrate int8 on; by default those of each model's run."""
 
     batch: Annotated[int, Field(gt=0, le=4096)] = 32
     """Maximum batch size."""
@@ -67,8 +69,8 @@ class Settings(Frozen):
     """Maximum number of queued images per model; beyond it, requests get 503."""
     deadline: Seconds = 30.0
     """Seconds from a request's last byte to its response; after that, 504."""
-    decoders: Annotated[int, Field(gt=0, le=256)] = 2
-    """Number of decoder processes."""
+    decoders: Annotated[int, Field(gt=0, le=256)] | None = None
+    """Number of decoder processes. By default 2 if the model runs on the CPU, and on a GPU one per core, except one."""
     decode_time: Seconds = 10.0
     """Seconds one image may take to decode; after that its decoder is killed and the response is 422."""
 

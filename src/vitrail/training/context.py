@@ -7,9 +7,11 @@ import torch
 
 from vitrail.acceleration.planner import ExecutionPlan, hardware_of, usual_precision
 from vitrail.data.batches import default_workers
+from vitrail.data.decoder_choice import ON_CPU, Decoder, choose_for_source
 from vitrail.data.sources.given import Data
 from vitrail.data.sources.opening import open_data, open_unlabelled
 from vitrail.data.sources.splits import Splits
+from vitrail.errors import ConfigError
 from vitrail.runtime import Precision
 from vitrail.training.distributed import Ranks
 from vitrail.training.plan import TrainingPlan
@@ -35,6 +37,12 @@ class RunContext:
     """Whether each rank holds a slice of the model."""
     resident: int = 0
     """Number of images kept on the device."""
+    resident_validation: bool = True
+    """Whether those of the validation split are among them."""
+    placement: str = ""
+    """Which images are kept on the device, and why, in one line; empty if all are read from files."""
+    decoder: Decoder = ON_CPU
+    """Where JPEGs are decoded."""
 
 
 class Job(NamedTuple):
@@ -80,15 +88,36 @@ def run_context(plan: TrainingPlan, splits: Splits, ranks: Ranks, workers: int |
     sharded = plan.recipe.distributed.shard is True
     if sharded:
         check_shardable(plan.recipe, precision)
+    workers = _default_workers(device) if workers is None else workers
     return RunContext(
         device,
         precision,
-        _default_workers(device) if workers is None else workers,
+        workers,
         ranks,
         plan_step(plan.model, plan.recipe, precision, device, alone=ranks.alone, sharded=sharded),
         sharded,
         resident_images(plan, splits),
+        decoder=_decoder(plan, splits, device, workers),
     )
+
+
+def _decoder(plan: TrainingPlan, splits: Splits, device: torch.device, workers: int) -> Decoder:
+    """Choose where JPEGs are decoded; some recipes leave no choice."""
+    recipe = plan.recipe
+    reasons = {
+        "data.cache keeps decoded images": recipe.data.cache is not None,
+        "data.on_device reads each image once": recipe.data.on_device,
+        "the views of dino are made on the CPU": recipe.dino is not None,
+    }
+    reason = next((text for text, holds in reasons.items() if holds), None)
+    if reason is None:
+        return choose_for_source(
+            recipe.data.decode, device, plan.preprocess, splits.train, count=plan.steps * plan.batch,
+            workers=workers, augmentation=plan.augmentation,
+        )  # fmt: skip
+    if recipe.data.decode == "gpu":
+        raise ConfigError(f"data.decode is gpu, but {reason}; use data.decode=cpu or auto")
+    return ON_CPU
 
 
 def resident_images(plan: TrainingPlan, splits: Splits) -> int:

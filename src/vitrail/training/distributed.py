@@ -1,5 +1,6 @@
 """The ranks of a run, which communicate. With a world size of 1, nothing is sent."""
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
@@ -90,6 +91,8 @@ class Ranks(NamedTuple):
     def replicate(self, model: nn.Module, *, views: bool = False) -> DistributedDataParallel:
         """Wrap the model in DistributedDataParallel; `views`: gradients are views of its buckets, so one copy less."""
         devices = [self.device.index] if self.device.type == "cuda" else None
+        # Gradients of 1×1 convolutions may have other strides than the buckets, which costs a copy.
+        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
         return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=views)
 
     def accumulating(self, forward: nn.Module, last: bool) -> AbstractContextManager[Any]:

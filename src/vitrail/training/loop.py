@@ -14,6 +14,7 @@ from vitrail.training.criterion import save_in_run
 from vitrail.training.pipeline import PipelinedStepper
 from vitrail.training.run import LAST, RunObserver, TrainingRun, start_run
 from vitrail.training.sessions import Stopped, stop_signal
+from vitrail.training.step import compiler_errors
 from vitrail.training.validation import check_best, evaluate_best, validate
 
 
@@ -36,7 +37,7 @@ def train_run(
     with nullcontext() if run.logger is None else closing(run.logger), closing(run.writer):
         if not run.progress.finished:
             check_best(run)
-            with within_memory(job, folder, observer.note):
+            with within_memory(job, folder, observer.note), compiler_errors():
                 _train_to_the_end(run)
         best, metrics = evaluate_best(run, final=final)
         return RunResult(best, metrics, run.progress.bad_files or [], run.waiting_fraction)

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitrail.data.augmentation.mixing import mix_pixels
 from vitrail.data.batches import Batch
+from vitrail.data.slots import PER_WORKER
 from vitrail.models.lora import add_adapters
 from vitrail.models.vit import ViT
 from vitrail.runtime import autocast
@@ -37,8 +38,6 @@ from vitrail.training.sharding import ShardedUnits
 
 KERNELS = 64 * 2**20
 """Workspace of CUDA matmuls: 32 MiB each for the forward and the backward thread (Hopper)."""
-PREFETCHED = 2
-"""Batches that each worker prefetches."""
 
 
 class Forecast(NamedTuple):
@@ -87,7 +86,7 @@ def forecast(job: Job) -> Forecast:
     device = torch.device("cpu") if job.device.type == "mps" else job.device
     learner = learner_of(job.plan, device)  # a task may keep real tensors in its loss
     with torch.random.fork_rng(devices=_generators(device)), FakeTensorMode(allow_non_fake_inputs=True):
-        model = _module(job, device, learner)
+        model = module_of(job, device, learner)
         trained = [p for p in model.parameters() if p.requires_grad]
         weights, gradients = _bytes(model.state_dict().values()), _bytes(trained)
         average = sum(4 * tensor.numel() for tensor in model.state_dict().values()) if recipe.averaging.on else 0
@@ -136,7 +135,7 @@ def _compute_a_step(job: Job, estimate: Forecast) -> None:
     held = estimate.optimizer + estimate.average + estimate.resident + estimate.teacher + estimate.teaching
     standing = torch.empty(held, dtype=torch.uint8, device=job.device)
     learner = learner_of(job.plan, job.device)
-    module = _module(job, job.device, learner)
+    module = module_of(job, job.device, learner)
     for _ in range(min(2, job.plan.recipe.gradient_accumulation)):
         _loss(job, _images(job, job.device, job.images), module, learner).backward()
     update = torch.empty(estimate.updating, dtype=torch.uint8, device=job.device)
@@ -164,7 +163,8 @@ def _loss(job: Job, stored: Tensor, module: nn.Module, learner: Learner) -> Tens
     return learner.loss(outputs, Batch(stored, numbers, numbers, lam, box))[0]
 
 
-def _module(job: Job, device: torch.device, learner: Learner) -> nn.Module:
+def module_of(job: Job, device: torch.device, learner: Learner) -> nn.Module:
+    """Return the module that a job trains, with its frozen weights and adapters, unsharded."""
     with device:
         model = ViT(job.plan.model).train()
         model.gradient_checkpointing = job.plan.recipe.gradient_checkpointing
@@ -249,7 +249,7 @@ def _overhead_bytes(job: Job) -> int:
     if job.device.type == "cuda":
         return KERNELS
     height, width = job.plan.model.image_size
-    batches = 1 + PREFETCHED * job.context.workers
+    batches = 1 + PER_WORKER * job.context.workers
     return batches * job.images * job.plan.recipe.gradient_accumulation * height * width * job.plan.model.channels
 
 

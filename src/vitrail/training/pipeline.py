@@ -70,7 +70,7 @@ class PipelinedStepper:
     ) -> None:
         del self.forward
         self.launched = None
-        if self.plan.recipe.compile:
+        if self.plan.recipe.compile is True:
             self.state.optimizer.zero_grad(set_to_none=True)  # they live in the CUDA graph's memory
             reset_compiled(self.context.device)
 

@@ -43,6 +43,16 @@ class ResolvedDefault(NamedTuple):
     reason: str
 
 
+def compiles(recipe: Recipe, facts: DataFacts, defaults: list[ResolvedDefault]) -> bool:
+    """Return whether a run is compiled."""
+    if recipe.compile != "auto":
+        return recipe.compile
+    on_gpu = facts.device == "cuda"
+    why = "a GPU runs compiled steps faster" if on_gpu else "compiling takes minutes, and is for GPUs"
+    defaults.append(ResolvedDefault("compile", on_gpu, why))
+    return on_gpu
+
+
 class TrainingPlan(NamedTuple):
     """A fully resolved recipe, and what follows from it."""
 

@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from vitrail.data.augmentation.augment import Augmentation
 from vitrail.data.augmentation.mixing import Mixing
 from vitrail.data.batches import BadFiles
+from vitrail.data.decoder_choice import Decode
 from vitrail.errors import ConfigError, suggest
 from vitrail.models.lora import LoRA
 from vitrail.schema import LIMIT, Count, Frozen, Names, Positive
@@ -63,7 +64,10 @@ class DataSettings(Frozen):
     cache: Positive | None = None
     """Cache decoded images with this shorter side in pixels. None: decode the files every time."""
     on_device: bool = False
-    """Keep all training images on the device and augment them there: for small images, where loading is slow."""
+    """Keep all training images on the device and augment them there, where loading is slower than the model; the
+    validation split, too, if it fits."""
+    decode: Decode = "auto"
+    """Where JPEGs are decoded: `cpu`, `gpu` (nvImageCodec), or `auto`, which picks the faster one."""
     bad_files: BadFiles = "skip"
     """`skip` replaces an image that cannot be read by another one and records it; `refuse` stops the run."""
 
@@ -101,8 +105,8 @@ class Recipe(Frozen):
     """Micro-batches per step and rank; more of them save memory."""
     precision: Literal["auto", "float32", "bf16", "fp16"] = "auto"
     """`auto`: bf16 where the device is clearly faster with it, otherwise float32."""
-    compile: bool = False
-    """Use `torch.compile`; on a GPU in bf16 also the fused training path."""
+    compile: bool | Literal["auto"] = False
+    """Use `torch.compile`; on a GPU in bf16 also the fused training path. `auto`: on a GPU, but not on a CPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     deterministic: bool = False

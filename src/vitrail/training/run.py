@@ -13,6 +13,7 @@ from torch import nn
 from vitrail.checkpoints.bundle import TEACHER, Bundle
 from vitrail.checkpoints.writing import recover
 from vitrail.data.batches import Training, training_batches
+from vitrail.data.gpu_batches import gpu_training_batches
 from vitrail.data.resident import Resident
 from vitrail.data.sources.source import Source
 from vitrail.data.sources.splits import Splits
@@ -126,6 +127,8 @@ class TrainingRun:
             return view_batches(self.training, first, steps, workers=context.workers, pin=pin)
         if self.plan.recipe.data.on_device:
             return Resident(self.training, context.device, context.workers).batches(first, steps)
+        if context.decoder.device is not None:
+            return gpu_training_batches(self.training, first, steps, context.decoder.device, workers=context.workers)
         pin = context.device.type == "cuda"
         return training_batches(self.training, first, steps, workers=context.workers, pin=pin)
 
@@ -183,7 +186,9 @@ def start_run(job: Job, splits: Splits, pretrained: Bundle | None, folder: Path,
         state = _initial_state(job, bundle.model, learner)
         training = _training(job, splits.train)
         stepper = Stepper(plan.recipe, plan.preprocess, context.device, context.precision, learner, ranks)
-    setting = Setting(torch.get_num_threads(), ranks.processes.size, context.precision, context.sharded)
+    setting = Setting(
+        torch.get_num_threads(), ranks.processes.size, context.precision, context.sharded, context.decoder.name
+    )
     shards = shard_group() if context.sharded else None
     if shards is not None:
         check_shared(folder, ranks)  # now, not when the first state is saved
@@ -252,7 +257,7 @@ def _initial_state(job: Job, model: ViT, learner: Learner) -> State:
     if whole is None:
         module.to(device)  # not .train(): a frozen BatchNorm stays in eval mode
     else:
-        shard(module, job.context.ranks, job.precision, compiled=recipe.compile)
+        shard(module, job.context.ranks, job.precision, compiled=recipe.compile is True)
     average = Average(module, recipe.averaging) if recipe.averaging.on else None
     scaler = torch.amp.GradScaler(device.type, enabled=job.precision == "fp16")
     return State(module, make_optimizer(module, recipe.optimizer), average, Progress(), scaler, whole)
@@ -277,6 +282,6 @@ def _logger(folder: Path, plan: TrainingPlan, step: int, observer: RunObserver) 
         step,
         observer.note,
         shown=shown_metrics(plan),
-        compiled=plan.recipe.compile,
+        compiled=plan.recipe.compile is True,
         losses=(note.training, note.validation),
     )

@@ -8,6 +8,7 @@ test_predictions.parquet
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -83,8 +84,9 @@ def default_folder(origin: Origin, recipes: Sequence[Recipe]) -> Path:
     given = [origin.data, origin.pretrained, *([origin.teacher] if origin.teacher else [])]
     words = "\n".join([*sorted(recipe.identity().to_json() for recipe in recipes), *given])
     fingerprint = hashlib.blake2b(words.encode(), digest_size=3).hexdigest()
-    name = recorded_kind(origin.data) or Path(origin.data).name or "data"
-    return Path("runs") / f"{name}-{fingerprint}"
+    name = recorded_kind(origin.data) or Path(origin.data).name
+    plain = re.sub(r"[^\w.]+", "-", name).strip("-.") or "data"  # a pattern's braces mean something to a shell
+    return Path("runs") / f"{plain}-{fingerprint}"
 
 
 def keep_origin(folder: Path, origin: Origin) -> str | None:

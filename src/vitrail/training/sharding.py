@@ -38,10 +38,17 @@ def check_shardable(recipe: Recipe, precision: Precision) -> None:
             "distributed.shard is true, but there is one process without a process group; start the command with "
             "torchrun, or set distributed.shard=auto"
         )
+    if fault := unsupported_by_sharding(recipe, precision):
+        raise ConfigError(fault)
+
+
+def unsupported_by_sharding(recipe: Recipe, precision: Precision) -> str:
+    """Return why a run cannot be sharded, and what to change; empty if it can."""
     if recipe.dino is not None:
-        raise ConfigError("dino has a second model, its teacher, and cannot be sharded; set distributed.shard=false")
+        return "dino has a second model, its teacher, and cannot be sharded; set distributed.shard=false"
     if precision == "fp16":
-        raise ConfigError("sharded training has no loss scaling for fp16; set precision=bf16 or float32")
+        return "sharded training has no loss scaling for fp16; set precision=bf16 or float32"
+    return ""
 
 
 def shard(module: nn.Module, ranks: Ranks, precision: Precision, *, compiled: bool) -> None:

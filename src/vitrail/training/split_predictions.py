@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
-from vitrail.data.batches import Batch, Evaluation, evaluation_batches
+from vitrail.data.batches import Batch, Evaluation
 from vitrail.data.resident import ResidentEvaluation
 from vitrail.data.sources.source import Source
 from vitrail.data.stream import RankSlice
@@ -65,13 +65,13 @@ class SplitPredictor:
     def _batches(self, source: Source) -> Iterator[Batch]:
         if self.kept is not None and source is self.kept[0]:
             return self.kept[1].batches()
-        pin = self.context.device.type == "cuda"
-        return evaluation_batches(rank_slice(source, self.plan, self.context), workers=self.context.workers, pin=pin)
+        context = self.context
+        return context.decoder.batches(rank_slice(source, self.plan, context), context.device, context.workers)
 
 
 def split_predictor(plan: TrainingPlan, context: RunContext, often: Source) -> SplitPredictor:
-    """Return a `SplitPredictor`; with `data.on_device`, it keeps the split `often` on the device."""
-    on_device = plan.recipe.data.on_device
+    """Return a `SplitPredictor`; with `data.on_device`, it keeps the split `often` on the device if that fits."""
+    on_device = plan.recipe.data.on_device and context.resident_validation
     kept = (
         (often, ResidentEvaluation(rank_slice(often, plan, context), context.device, context.workers))
         if on_device

@@ -66,6 +66,7 @@ class Setting(NamedTuple):
     processes: int
     precision: str
     sharded: bool = False
+    decoder: str = "cpu"
 
 
 @dataclass

@@ -185,15 +185,19 @@ def _newest(folder: Path, setting: Setting, notes: list[str]) -> tuple[Path, dic
             content = _verified(place)
         except (OSError, ValueError) as error:
             # Renamed, so that it does not count as one of the two that are kept.
-            place.rename(place.with_name(f"corrupt-{place.name}"))
+            aside = place.with_name(f"corrupt-{place.name}")
+            shutil.rmtree(aside, ignore_errors=True)  # the same step of an earlier session, corrupt as well
+            place.rename(aside)
             then = "the previous one is used" if _states(folder) else "training restarts"
             notes.append(f"the training state {place.name} is corrupt ({error}), so {then}")
             continue
         for name, now in setting._asdict().items():
             if content.get(name, now) != now:
+                what = (
+                    "the pixels differ slightly" if name == "decoder" else "the weights may differ in their last bits"
+                )
                 notes.append(
-                    f"{name} was {content[name]} before and is {now} now, so the weights may differ in their last bits "
-                    f"from those of an uninterrupted run"
+                    f"{name} was {content[name]} before and is {now} now, so {what} from those of an uninterrupted run"
                 )
         newest = place, content
         break

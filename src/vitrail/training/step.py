@@ -2,6 +2,8 @@
 
 import gc
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -17,16 +19,20 @@ from vitrail.data.augmentation.mixing import mix_pixels
 from vitrail.data.batches import Batch
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.views import AnyBatch, ViewBatch
-from vitrail.errors import Diverged
+from vitrail.errors import ConfigError, Diverged
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, autocast, derive_seed, seed_torch
+from vitrail.text import first_line
 from vitrail.training.distributed import Ranks
 from vitrail.training.learner import Learner
 from vitrail.training.optimizers import can_skip_step, clip_gradients, set_learning_rate, step_unless
 from vitrail.training.recipe import Recipe
 from vitrail.training.sharding import is_sharded
 from vitrail.training.state import State
+
+COMPILER = ("torch._dynamo", "torch._inductor")
+"""Where the errors of torch's compiler are defined."""
 
 # ── forward pass ──
 
@@ -45,7 +51,7 @@ def plan_step(
         config,
         hardware_of(device),
         precision,
-        compiled=recipe.compile,
+        compiled=recipe.compile is True,
         deterministic=recipe.deterministic,
         gradient_checkpointing=recipe.gradient_checkpointing,
         gradient_accumulation=recipe.gradient_accumulation,
@@ -70,6 +76,23 @@ def forward_of(model: nn.Module, execution: ExecutionPlan, ranks: Ranks) -> nn.M
     if execution.path == "fused_training":
         fuse_in_place(model)
     return torch.compile(ranks.wrap(model))  # type: ignore[return-value]
+
+
+@contextmanager
+def compiler_errors() -> Iterator[None]:
+    """Report a failure of torch's compiler, and how to do without it."""
+    try:
+        yield
+    except Exception as error:  # the compiler's errors have no common base class
+        if not any(kind.__module__.startswith(COMPILER) for kind in type(error).__mro__):
+            raise
+        text = first_line(error)
+        remedy = "add --set compile=false"
+        if "file too short" in text or "invalid ELF header" in text:  # left by a process killed while it wrote
+            from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+            remedy = f"delete torch's cache of compiled code, {cache_dir()}, and rerun the same command, or {remedy}"
+        raise ConfigError(f"torch cannot compile the model on this machine ({text}); {remedy}") from None
 
 
 def reset_compiled(device: torch.device) -> None:

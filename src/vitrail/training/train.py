@@ -30,6 +30,7 @@ from vitrail.training.distributed import Distributed, Ranks
 from vitrail.training.finetune_init import opened_pretrained
 from vitrail.training.learners import shown_metrics
 from vitrail.training.loop import RunResult, train_run
+from vitrail.training.placement import place_images
 from vitrail.training.plan import ResolvedDefault, TrainingPlan, describe_data
 from vitrail.training.preparation import PreparedFolder, prepare_folder
 from vitrail.training.recipe import Recipe
@@ -215,6 +216,8 @@ def _job(request: _Request, ranks: Ranks, workers: int | None) -> Job:
         context = run_context(request.plan, request.splits, ranks, workers)
     images, limit = len(request.splits.train), memory_limit(context.device)
     job = shard_if_needed(Job(request.plan, context), limit)
+    with ranks.together():
+        job = place_images(job, request.splits, limit)
     return fit_batch_to_memory(job, request.folder, images, limit)
 
 
@@ -246,7 +249,7 @@ def _opened(request: _Request, job: Job, quiet: bool, printed: set[str] | None) 
                     folder,
                     shown=shown_metrics(job.plan),
                     quiet=quiet,
-                    compiled=job.plan.recipe.compile,
+                    compiled=job.plan.recipe.compile is True,
                     printed=printed,
                 )
                 stack.enter_context(console)
@@ -268,6 +271,9 @@ def _introduce(console: RunConsole, request: _Request, job: Job, prepared: Prepa
     steps = "one step" if plan.steps == 1 else f"{plan.steps:,} steps"
     console.note(f"run folder {request.folder}: {steps}, {_training_images(request)}")
     console.note(str(job.context.execution))
+    if job.context.placement:
+        console.note(job.context.placement)
+    job.context.decoder.announce(console.note)
     if plan.teacher is not None:
         purpose: Purpose = "evaluate" if plan.recipe.method is None else "features"
         console.note(f"teacher {plan.teacher.name}: {plan.teacher.execution(job.device, job.precision, purpose)}")

@@ -21,6 +21,7 @@ from vitrail.data.augmentation.crops import (
     inception_crop_tf,
     padded_crop,
     simple_crop,
+    whole_pixels,
 )
 from vitrail.data.augmentation.draws import draws
 
@@ -246,3 +247,18 @@ def test_cut_matches_torchvisions_resized_crop(name: str, monkeypatch: pytest.Mo
 def test_centre() -> None:
     assert centre(10, 7, 4, 4) == Box(3, 1, 4, 4)
     assert centre(4, 4, 4, 4) == Box(0, 0, 4, 4)
+
+
+@given(st.data())
+def test_boxes_are_rounded_to_pixels_of_the_image(data: st.DataObject) -> None:
+    height, width = data.draw(st.integers(1, 60)), data.draw(st.integers(1, 60))
+    top, left = data.draw(st.floats(0, height - 0.25)), data.draw(st.floats(0, width - 0.25))
+    box = Box(top, left, data.draw(st.floats(0.25, height - top)), data.draw(st.floats(0.25, width - left)))
+    made = whole_pixels(box, height, width)
+    assert all(float(side).is_integer() for side in made)
+    assert 0 <= made.top < made.bottom <= height
+    assert 0 <= made.left < made.right <= width
+    edges = [(one.top, one.left, one.bottom, one.right) for one in (made, box)]
+    assert 1 in (made.height, made.width) or max(abs(a - b) for a, b in zip(*edges, strict=True)) <= 0.5
+    if all(side >= 1 for side in box[2:]):
+        assert whole_pixels(made, height, width) == made

@@ -119,7 +119,7 @@ def test_splits_by_name() -> None:
     assert (only.split, only.held_out, len(only.source)) == ("test", True, 36)
     everything = choose_images({"train": (images, labels), "test": Digits()}, "all").source
     assert len(everything) == 72
-    with pytest.raises(DataError, match="the arrays has no train split; give one, besides test"):
+    with pytest.raises(DataError, match="the array data has no train split; give one, besides test"):
         vitrail.open_data({"test": (images, labels)})
 
 
@@ -248,9 +248,9 @@ WRONG: dict[str, tuple[object, str]] = {
     "missing label": ([(ONE, 0), (ONE + 1, None), (ONE + 2, 1)], "item 1 has no label; add one, or remove the image"),
     "other length": ((GREY, [0, 1]), "4 images with 2 labels; give one label per image"),
     "one-hot": ((GREY, np.eye(4)), "the labels have shape (4, 4); give one label per image, such as labels.argmax(1)"),
-    "several labels": ((GREY, [[0, 1]] * 4), "image 0 of the arrays has several labels per image"),
-    "regression": ((GREY, [0.1, 0.2, 0.3, 0.4]), "the arrays has fractional numbers as labels"),
-    "unlabelled array": (GREY, "the arrays without labels cannot be used here; pass a tuple of images and labels"),
+    "several labels": ((GREY, [[0, 1]] * 4), "image 0 of the array data has several labels per image"),
+    "regression": ((GREY, [0.1, 0.2, 0.3, 0.4]), "the array data has fractional numbers as labels"),
+    "unlabelled array": (GREY, "the array data without labels cannot be used here; pass a tuple of images and labels"),
     "unlabelled list": ([ONE, ONE + 1], "the list without labels cannot be used here; pass pairs of an image"),
     "floats": ((GREY - 1.0, [0, 1] * 2), "the array of images has values from -1 to -1; an image has integers 0…255"),
     "not a number": ((GREY + np.nan, [0, 1] * 2), "the array of images has values from nan to nan"),

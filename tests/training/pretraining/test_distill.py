@@ -273,7 +273,7 @@ def test_a_student_learns_the_features_of_a_trained_teacher(tmp_path: Path) -> N
         ),
         (
             ["--method", "distill", "--teacher", "{}", "--set", "model.pool=none"],
-            "the model does not pool its tokens (pool = 'none'); set distill.pooled_weight=0",
+            "pretraining measures one vector per image, but model.pool is 'none'; use model.pool=mean, cls or map",
         ),
         (
             ["--method", "distill", "--teacher", "{}", "--set", "model.pool=map", "--set", "distill.pooled_weight=0"],

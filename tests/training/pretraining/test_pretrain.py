@@ -229,6 +229,26 @@ def test_only_the_training_split_is_used(tmp_path: Path) -> None:
     assert splits.train.classes == ("cat", "dog")
 
 
+@pytest.mark.parametrize("labelled", [True, False])
+def test_only_the_training_split_of_data_in_memory_is_used(labelled: bool) -> None:
+    pixels, labels = np.zeros((20, 8, 8), np.uint8), np.arange(20) % 2
+    pixels[:, 0, 0] = np.arange(20)
+    train, test = ((pixels[some], labels[some]) if labelled else pixels[some] for some in (slice(12), slice(12, 20)))
+    splits = open_unlabelled({"train": train, "test": test}, val=0.25)
+    seen = [
+        int(np.asarray(source.read(index)).flat[0]) for source in splits[:2] if source for index in range(len(source))
+    ]
+    assert sorted(seen) == list(range(12))
+    assert splits.test is None
+
+
+@pytest.mark.parametrize("method", ["mae", "masked-patches"])
+def test_a_model_that_does_not_pool_is_refused_before_it_is_trained(method: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"but model\.pool is 'none'; use model\.pool=mean, cls or map"):
+        pretrained(tmp_path / "run", method, "model.pool=none")
+    assert not (tmp_path / "run").exists()
+
+
 # ── draws ──
 
 
@@ -297,7 +317,7 @@ def test_collapsed_features_stop_the_run(tmp_path: Path, monkeypatch: pytest.Mon
             ["--method", "dino", "--set", "dino.local_size=3", "--set", "dino.local_crops=2"],
             "which patches of 2×2 do not fill",
         ),
-        (["--method", "dino", "--set", "model.pool=none"], "DINO needs one vector per image"),
+        (["--method", "dino", "--set", "model.pool=none"], "pretraining measures one vector per image"),
         (["--method", "dino", "--set", "augmentation.flip=0.5"], "DINO makes its own views; leave out augmentation"),
         (["--method", "dino", "--set", "averaging.kind=ema"], "which is an average already"),
         (["--method", "dino", "--set", "dino.prototypes=1"], "use 2 or more"),

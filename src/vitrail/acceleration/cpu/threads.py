@@ -5,8 +5,9 @@ their caches. Chunks of a few images fit, and synchronise once.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from threading import Barrier
 from typing import TypeVar
 
@@ -60,6 +61,17 @@ class CpuThreads:
             threads = torch.get_num_threads()
             self.pool = _start_pool(min(threads, MAX_THREADS), threads)
         return self.pool
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run the operations of this thread in one thread: other processes keep the cores busy, and would be waited for."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _start_pool(cpu_threads: int, threads: int) -> ThreadPoolExecutor:

@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.acceleration.agreement import Agreement, Compare, compare_outputs
+from vitrail.acceleration.export.dynamic_size import SIZES, resized_copy
 from vitrail.acceleration.export.graph import Graph
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError
+from vitrail.models.config import ViTConfig
 
 BATCHES = (1, 2, 8, 21)
 """Batch sizes to check; none is the traced one."""
@@ -46,16 +48,21 @@ def check_outputs(
 ) -> Check:
     """Compare the outputs of an exported model with those of the original; `compare` does it for the model's task.
 
-    The original runs as in normal use rather than through the graph, so that an error in the exported preprocessing is
+    A graph for any image size is compared at several sizes, with copies of the model that were resized. The original
+    runs as in normal use rather than through the graph, so that an error in the exported preprocessing is
     also found.
     """
-    pixels = random_images(graph, sum(BATCHES))
-    inputs = pixels if graph.preprocess is not None else preprocess.normalise(pixels)
-    if graph.channels_last:
-        inputs = inputs.permute(0, 2, 3, 1).contiguous()
+    models = [graph.model, *(resized_copy(graph.model, factors) for factors in SIZES if graph.dynamic_size)]
+    expected, actual = [], []
     with torch.inference_mode():
-        expected = torch.cat([graph.model(preprocess.normalise(batch)) for batch in pixels.split(BATCHES)])
-        actual = torch.cat([exported(batch) for batch in inputs.split(BATCHES)])
+        for model in models:
+            pixels = random_images(model.config, sum(BATCHES))
+            expected += [model(preprocess.normalise(batch)) for batch in pixels.split(BATCHES)]
+            actual += [exported(batch) for batch in graph.inputs(pixels, preprocess).split(BATCHES)]
+    return _compared(torch.cat(expected), torch.cat(actual), compare)
+
+
+def _compared(expected: Tensor, actual: Tensor, compare: Compare) -> Check:
     if not expected.isfinite().all():
         raise CheckpointError(
             "the model's outputs are not finite, so nothing was written; check it with vitrail inspect"
@@ -66,7 +73,7 @@ def check_outputs(
         )
     difference = float((actual - expected).abs().max())
     return Check(
-        images=len(pixels),
+        images=len(expected),
         difference=difference,
         relative=difference / max(float(expected.abs().max()), 1e-12),
         agreement=compare(expected, actual),
@@ -74,9 +81,8 @@ def check_outputs(
     )
 
 
-def random_images(graph: Graph, count: int) -> Tensor:
+def random_images(config: ViTConfig, count: int) -> Tensor:
     """Return random images (B, C, H, W), from coarse blocks to fine noise: noise alone looks the same to a model."""
-    config = graph.model.config
     generator = torch.Generator().manual_seed(0)
     images = []
     for number in range(count):

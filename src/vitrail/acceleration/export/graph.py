@@ -6,23 +6,26 @@ import importlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
+from vitrail.acceleration.export.dynamic_size import outputs_of_any_size
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.models.vit import ViT
 from vitrail.text import first_line
 
-Extra = Literal["onnx", "openvino"]
+Extra = Literal["onnx", "openvino", "int8"]
 """The extras of this package that install a runtime."""
 INPUT, BATCH = "pixels", "batch"
+HEIGHT, WIDTH = "height", "width"
+"""The names of the sides of images of any size."""
 TRACED_BATCH = 3
 """Traced batch size. Not 1, which torch would specialise, and not one that the check uses."""
 
@@ -67,11 +70,25 @@ def quiet() -> Iterator[None]:
 
 
 class Graph(nn.Module):
-    """A model, optionally with normalisation of uint8 pixels, channels first or last."""
+    """A model, optionally with normalisation of uint8 pixels, channels first or last.
 
-    def __init__(self, model: ViT, preprocess: Preprocess | None, *, channels_last: bool = False) -> None:
+    `compute` computes something else than the logits, such as features. With `dynamic_size`, the graph takes images
+    whose sides are any multiples of the patch size.
+    """
+
+    def __init__(
+        self,
+        model: ViT,
+        preprocess: Preprocess | None,
+        *,
+        channels_last: bool = False,
+        compute: Callable[[ViT, Tensor], Tensor] | None = None,
+        dynamic_size: bool = False,
+    ) -> None:
         super().__init__()
         self.model, self.preprocess, self.channels_last = model, preprocess, channels_last
+        self.compute = outputs_of_any_size if dynamic_size else compute
+        self.dynamic_size = dynamic_size
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Return logits for pixels 0…255 if there is preprocessing, or else for normalised images."""
@@ -79,8 +96,27 @@ class Graph(nn.Module):
             pixels = pixels.permute(0, 3, 1, 2)
         if self.preprocess is not None:
             pixels = self.preprocess.normalise(pixels)
-        logits: Tensor = self.model(pixels)
-        return logits
+        outputs: Tensor = self.model(pixels) if self.compute is None else self.compute(self.model, pixels)
+        return outputs
+
+    @property
+    def axes(self) -> dict[int, str]:
+        """The dynamic axes of the input, with their names."""
+        first = 1 if self.channels_last else 2
+        return {0: BATCH, **({first: HEIGHT, first + 1: WIDTH} if self.dynamic_size else {})}
+
+    def dims(self) -> dict[int, Any]:
+        """Return the same for torch.export."""
+        patches = dict(zip((HEIGHT, WIDTH), self.model.config.patch_size, strict=True))
+        return {
+            axis: patches[name] * Dim(f"{name}_in_patches", min=1) if name in patches else Dim(name, min=1)
+            for axis, name in self.axes.items()
+        }
+
+    def inputs(self, pixels: Tensor, preprocess: Preprocess) -> Tensor:
+        """Return the inputs of the graph for uint8 pixels (B, C, H, W); `preprocess` is that of the model."""
+        inputs = pixels if self.preprocess is not None else preprocess.normalise(pixels)
+        return inputs.permute(0, 2, 3, 1).contiguous() if self.channels_last else inputs
 
     def example(self, batch: int) -> Tensor:
         """Return an example input."""
@@ -103,7 +139,7 @@ def trace(graph: Graph) -> ExportedProgram:
         # Without gradients: with them torch traces other strides after attention, which the ONNX exporter rejects.
         with torch.no_grad(), quiet():
             return torch.export.export(
-                graph.eval(), (graph.example(TRACED_BATCH),), dynamic_shapes={INPUT: {0: Dim(BATCH, min=1)}}
+                graph.eval(), (graph.example(TRACED_BATCH),), dynamic_shapes={INPUT: graph.dims()}
             )
     except Exception as error:  # torch has no common base class for tracing errors
         raise CheckpointError(f"torch cannot trace this model into a graph ({first_line(error)})") from None

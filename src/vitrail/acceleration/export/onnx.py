@@ -21,9 +21,14 @@ MAX_FILE_BYTES = 1_900_000_000
 
 
 def onnx_program(
-    program: ExportedProgram, output: str, opset: int = OPSET, *, extra: Extra = "onnx"
+    program: ExportedProgram,
+    output: str,
+    opset: int = OPSET,
+    *,
+    axes: Mapping[int, str] | None = None,
+    extra: Extra = "onnx",
 ) -> torch.onnx.ONNXProgram:
-    """Convert a traced graph to ONNX."""
+    """Convert a traced graph to ONNX; `axes` names its dynamic axes, by default the batch."""
     check_opset(opset)
     for package in ("onnx", "onnxscript"):
         require(package, extra)
@@ -33,7 +38,7 @@ def onnx_program(
                 program,
                 input_names=[INPUT],
                 output_names=[output],
-                dynamic_shapes={INPUT: {0: BATCH}},
+                dynamic_shapes={INPUT: dict(axes or {0: BATCH})},
                 opset_version=opset,
                 dynamo=True,
                 verbose=False,
@@ -59,6 +64,14 @@ def write_onnx(program: torch.onnx.ONNXProgram, path: Path, metadata: Mapping[st
     weights = sum(value.const_value.nbytes for value in program.model.graph.initializers.values() if value.const_value)
     with quiet():
         program.save(path, external_data=weights > MAX_FILE_BYTES)
+
+
+def write_quantised(model: Any, path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a quantised ONNX model with metadata."""
+    onnx: Any = require("onnx", "int8")
+    model.producer_name = "vitrail"
+    onnx.helper.set_model_props(model, dict(metadata or {}))
+    path.write_bytes(model.SerializeToString())
 
 
 def _drop_weight_shapes(program: torch.onnx.ONNXProgram) -> None:

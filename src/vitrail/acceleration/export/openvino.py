@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vitrail.acceleration.export.graph import quiet, require
-from vitrail.acceleration.export.onnx import write_onnx
+from vitrail.acceleration.export.onnx import write_onnx, write_quantised
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.runtime import Precision
 from vitrail.text import first_line
@@ -33,12 +33,12 @@ def check_precision(precision: Precision) -> None:
         raise ConfigError(f"OpenVINO does not support {precision} on this CPU; use float32")
 
 
-def openvino_model(program: torch.onnx.ONNXProgram) -> Any:
-    """Convert an ONNX model to OpenVINO."""
+def openvino_model(program: Any) -> Any:
+    """Convert an ONNX model to OpenVINO: an exported one, or a quantised one."""
     openvino: Any = require("openvino", "openvino")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         path = Path(folder) / "model.onnx"
-        write_onnx(program, path)
+        (write_onnx if isinstance(program, torch.onnx.ONNXProgram) else write_quantised)(program, path)
         try:
             with quiet():
                 return openvino.Core().read_model(path)

@@ -333,5 +333,7 @@ def _resized(
     top, left, box_height, box_width = plan.box
     down, across = extent(plan.height, height) / plan.height, extent(plan.width, width) / plan.width
     box = Box(top * down, left * across, box_height * down, box_width * across)
+    if plan.beyond == "nothing" and (height, width) != (plan.height, plan.width):
+        box = crops.whole_pixels(box, height, width)  # as the fast kernel needs; the crop moves by half a pixel at most
     resample = Image.Resampling[plan.interpolation.upper()]
     return crops.cut(image, box, size, resample, plan.beyond, plan.fill)

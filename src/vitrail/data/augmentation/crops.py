@@ -125,6 +125,13 @@ def centre(height: int, width: int, box_height: int, box_width: int) -> Box:
     return Box((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
 
 
+def whole_pixels(box: Box, height: int, width: int) -> Box:
+    """Round the edges of a box to pixels of the image of (height, width) that it is in."""
+    top, left = min(round(box.top), height - 1), min(round(box.left), width - 1)
+    bottom, right = min(max(round(box.bottom), top + 1), height), min(max(round(box.right), left + 1), width)
+    return Box(top, left, bottom - top, right - left)
+
+
 def cut(
     image: Image.Image | NDArray[np.uint8],
     box: Box,

@@ -42,17 +42,18 @@ def check_on_device(augmentation: Augmentation) -> None:
             f'augmentation.crop = "{augmentation.crop}" resizes each image, which is not implemented on the device; '
             'use "padded" or "none", or data.on_device = false'
         )
+    if (missing := not_on_device(augmentation)) is not None:
+        raise ConfigError(f"{missing} is not implemented on the device; remove it, or use data.on_device = false")
+
+
+def not_on_device(augmentation: Augmentation) -> str | None:
+    """Return the setting after the crop that is not implemented for batches on the device; None if all are."""
     for name, enabled in (("blur", augmentation.blur > 0), ("three_augment", augmentation.three_augment)):
         if enabled:
-            raise ConfigError(
-                f"augmentation.{name} is not implemented on the device; remove it, or use data.on_device = false"
-            )
+            return f"augmentation.{name}"
     if augmentation.jitter is not None and augmentation.jitter.hue:
-        raise ConfigError(
-            "augmentation.jitter.hue is not implemented on the device; remove it, or use data.on_device = false"
-        )
-    if augmentation.erasing_fill == "noise":
-        raise ConfigError('augmentation.erasing_fill = "noise" is not implemented on the device; use "grey"')
+        return "augmentation.jitter.hue"
+    return 'augmentation.erasing_fill = "noise"' if augmentation.erasing_fill == "noise" else None
 
 
 def apply_packed(operations: BatchOperations, memory: Tensor, pixels: Tensor) -> Tensor:

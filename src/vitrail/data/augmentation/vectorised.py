@@ -1,8 +1,9 @@
 """Resizing and flipping with vector instructions: torch's kernels for uint8 images, three times as fast as Pillow's.
 
 The resize rounds its weights to 16 bits, so some pixels differ from Pillow's by a grey level, and where bicubic
-overshoots at an edge by a few. It is used for the crops of training only: evaluation has Pillow's pixels. Processors
-without AVX2 lack the kernel, and use Pillow.
+overshoots at an edge by a few. It is used for the crops of training, and for predictions in bf16 and fp16, which change
+more by their precision. Evaluation and predictions in float32 have Pillow's pixels. CPUs without AVX2 lack the
+kernel, and use Pillow.
 """
 
 import functools

@@ -148,13 +148,23 @@ def check_data(
     return _report(surveyed, size, [*fault_finding(faults), *skipped_findings(find_skipped(splits[:3]))], tuple(faults))
 
 
-def quick_check(splits: Splits, *, size: int = 224, most: int = QUICK_IMAGES, seconds: float = QUICK_SECONDS) -> Report:
-    """Read the headers of at most `most` images, compare contents for at most `seconds`, and report problems."""
+def quick_check(
+    splits: Splits,
+    *,
+    size: int = 224,
+    most: int = QUICK_IMAGES,
+    seconds: float = QUICK_SECONDS,
+    labels: bool = True,
+) -> Report:
+    """Read the headers of at most `most` images, compare contents for at most `seconds`, and report problems.
+
+    Without `labels`, nothing is said about classes.
+    """
     sources = _by_name(splits)
     end = time.monotonic() + seconds
     order = draws(0, 0, "quick check").permutation(sum(map(len, sources.values()))).astype(np.int64)
     skipped = skipped_findings(find_skipped(splits[:3], most=most))
-    return _report(survey_headers(sources, order, most, lambda: time.monotonic() > end), size, skipped)
+    return _report(survey_headers(sources, order, most, lambda: time.monotonic() > end), size, skipped, labels=labels)
 
 
 def _by_name(splits: Splits) -> dict[str, Source]:
@@ -162,7 +172,9 @@ def _by_name(splits: Splits) -> dict[str, Source]:
     return {name: source for name, source in named.items() if source is not None}
 
 
-def _report(surveyed: Survey, size: int, others: Sequence[Finding], faults: tuple[str, ...] = ()) -> Report:
+def _report(
+    surveyed: Survey, size: int, others: Sequence[Finding], faults: tuple[str, ...] = (), *, labels: bool = True
+) -> Report:
     index, rows = SurveyIndex(surveyed), surveyed.rows
     images = sum(map(len, surveyed.sources.values()))
     fine = np.flatnonzero(rows["state"] == FINE)
@@ -177,7 +189,7 @@ def _report(surveyed: Survey, size: int, others: Sequence[Finding], faults: tupl
         *others,
         *unreadable_finding(unreadable, surveyed),
         *duplicate_findings(duplicates),
-        *class_findings(counts),
+        *(class_findings(counts) if labels else ()),
         *flat_finding(index, fine),
         *size_findings(index, fine, size),
         *mode_finding(index, fine, modes),

@@ -7,13 +7,13 @@ from typing import Any
 from vitrail.data.batches import default_workers
 from vitrail.data.checking.check import Report, check_data, open_to_check
 from vitrail.data.checking.contact_sheet import contact_sheet, save_sheet
-from vitrail.data.checking.speed import Bound, Speed, available_cores, measure_speed
+from vitrail.data.checking.speed import Bound, Speed, measure_speed
 from vitrail.data.sources.given import Data, given_data
 from vitrail.data.sources.in_memory import InMemory
 from vitrail.data.sources.labels import report_faults
 from vitrail.data.sources.opening import title_of
 from vitrail.errors import ConfigError
-from vitrail.runtime import OnProgress, on_stage
+from vitrail.runtime import OnProgress, available_cores, on_stage
 
 SPEEDS = (100.0, 1000.0, 5000.0)
 """The images/s of compute compared by default: a CPU, a small GPU, a large GPU."""

@@ -1,7 +1,6 @@
 """Throughput of reading, decoding and augmenting on one core, and what limits training on this machine."""
 
 import math
-import os
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any, Literal, NamedTuple
@@ -111,11 +110,6 @@ def measure_speed(
         return None
     reading, decoding, decoding_full_size, augmenting = (1000 * np.mean(times, axis=0)).tolist()
     return Speed(len(times), reading, decoding, decoding_full_size, augmenting)
-
-
-def available_cores() -> int:
-    """Return the number of cores available to this process."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _time_one(

@@ -255,4 +255,4 @@ def _reason(error: BaseException) -> str:
     code, text = _code(error), re.sub(r"https?://\S+", lambda url: printable_path(url[0]), first_line(error))
     if code is not None and not text.startswith("[Errno"):
         return f"HTTP status {code}"
-    return re.sub(r"^\[Errno \d+\] ", "", text)[:200]
+    return re.sub(r"^\[Errno \d+\] | ssl:\w+", "", text)[:200]

@@ -16,7 +16,7 @@ from vitrail.data.sources.source import Labels, Pixels, Source, Wrapped
 from vitrail.errors import DataError, InputError
 
 TITLES = {
-    "arrays": "the arrays",
+    "arrays": "the array data",
     "list": "the list",
     "dataset": "the dataset",
     "dataframe": "the DataFrame",

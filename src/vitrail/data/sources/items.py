@@ -137,7 +137,7 @@ def array_data(images: Any, labels: object | None) -> InMemory:
     """Open images in one array or tensor, with a label for each, or None."""
     array = _image_array(images)
     listed = _labels_of(len(array), labels)
-    classes, indices = index_labels(listed, None, title="the arrays", unit="image")
+    classes, indices = index_labels(listed, None, title="the array data", unit="image")
     fingerprint = Fingerprint()
     fingerprint.add_labels(classes, indices)
     fingerprint.add(array)

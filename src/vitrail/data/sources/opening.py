@@ -154,7 +154,9 @@ def open_unlabelled(data: Data, *, seed: int = 0, val: float = 0.05) -> Splits:
     images are of the class "image".
     """
     opened = given_data(data)
-    if isinstance(opened, str) and _has_splits(opened):
+    if isinstance(opened, InMemory) and "train" in opened.splits:
+        source = opened.splits["train"]
+    elif isinstance(opened, str) and _has_splits(opened):
         source = _open_splits(opened, None, None)["train"]
     else:
         source = open_source(opened)

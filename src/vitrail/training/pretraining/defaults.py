@@ -19,6 +19,7 @@ from vitrail.training.plan import (
     DataFacts,
     ResolvedDefault,
     TrainingPlan,
+    compiles,
     steps_of,
     steps_per_epoch_text,
     written_model,
@@ -54,6 +55,10 @@ def resolve_pretraining(
     _check_recipe(recipe)
     defaults: list[ResolvedDefault] = []
     model = _model(recipe, facts, defaults)
+    if model.pool == "none":  # found by the first validation, which may be hours later
+        raise ConfigError(
+            "pretraining measures one vector per image, but model.pool is 'none'; use model.pool=mean, cls or map"
+        )
     half = (0.5,) * model.channels
     preprocess = Preprocess(size=model.image_size, channels=model.channels, mean=half, std=half, resize="cover")
     preprocess = preprocess.replace(**recipe.preprocess)
@@ -82,6 +87,7 @@ def resolve_pretraining(
         model=written_model(model),
         batch="auto" if recipe.batch == "auto" else batch,
         epochs=epochs,
+        compile=compiles(recipe, facts, defaults),
         optimizer=recipe.optimizer.replace(lr=lr),
         augmentation=augmentation,
         mixing=Mixing(),

@@ -53,9 +53,10 @@ class DistillSettings(Frozen):
 def check_distill(config: ViTConfig, settings: DistillSettings, teacher: Teacher) -> None:
     """Raise a `ConfigError` if the student cannot learn the teacher's features."""
     check_channels(teacher, config.channels)
-    for name, model in (("the model", config), (f"the teacher {teacher.name}", teacher.bundle.model.config)):
-        if settings.pooled_weight and model.pool == "none":
-            raise ConfigError(f"{name} does not pool its tokens (pool = 'none'); set distill.pooled_weight=0")
+    if settings.pooled_weight and teacher.bundle.model.config.pool == "none":
+        raise ConfigError(
+            f"the teacher {teacher.name} does not pool its tokens (pool = 'none'); set distill.pooled_weight=0"
+        )
     if not settings.pooled_weight and (config.pool == "map" or config.representation):
         raise ConfigError(
             "distill.pooled_weight is 0, so the model's pooling layers would not be trained; set it above 0, or "

@@ -116,7 +116,9 @@ def test_a_copy_computes_with_its_own_weights() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", METHODS)
-def test_on_a_gpu_in_bf16(name: str) -> None:
+def test_on_a_gpu_in_bf16(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A compiled model draws other random numbers than an eager one.
+    monkeypatch.setitem(CONFIG, "stochastic_depth", 0.0)
     torch.manual_seed(0)
     module, inputs = METHODS[name]()
     module = module.float().cuda().train()
