@@ -1,0 +1,56 @@
+"""Targets: what images are labelled with if not with one class each: several labels, or numbers.
+
+A source whose images have targets holds them as `targets`. Its classes and `labels` are then strata: groups of similar
+images, by which splits and samples are drawn and counted. The targets of subsets and other wrappers follow from those
+of the source behind them.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitrail.data.sources.source import Source, Subset
+
+Kind = Literal["classes", "labels", "values"]
+"""What images are labelled with: one class each, any number of labels, or numbers."""
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """The targets of N images: which of K labels they have, or K numbers."""
+
+    kind: Literal["labels", "values"]
+    names: tuple[str, ...]
+    """The labels; or what the numbers are, the names of their columns."""
+    values: NDArray[np.uint8] | NDArray[np.float64]
+    """(N, K). Labels: 0 or 1. Numbers: NaN in the row of an image without them."""
+    reason: str = ""
+    """Why they were taken for targets of this kind: "label holds lists"."""
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self.values)
+
+    def take(self, indices: NDArray[np.int64]) -> "Targets":
+        """Return the targets of some images."""
+        return replace(self, values=self.values[indices])
+
+
+def targets_of(source: Source) -> Targets | None:
+    """Return the targets of a source's images; None if each has a class."""
+    own = getattr(source, "targets", None)
+    if isinstance(own, Targets):
+        return own
+    base = getattr(source, "base", None)
+    if base is None:
+        return None
+    targets = targets_of(base)
+    return targets.take(source.indices) if targets is not None and isinstance(source, Subset) else targets
+
+
+def output_names_of(source: Source) -> tuple[str, ...]:
+    """Return the names of what the images are labelled with: classes, labels or columns."""
+    targets = targets_of(source)
+    return source.classes if targets is None else targets.names
