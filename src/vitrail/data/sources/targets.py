@@ -6,7 +6,7 @@ of the source behind them.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,18 @@ from vitrail.data.sources.source import Source, Subset
 
 Kind = Literal["classes", "labels", "values"]
 """What images are labelled with: one class each, any number of labels, or numbers."""
+
+
+class Labelling(NamedTuple):
+    """How to read the labels of a dataset."""
+
+    kind: Kind | None = None
+    """What the images are labelled with; None: whatever the labels look like."""
+    columns: tuple[str, ...] = ()
+    """The columns of a manifest that hold the labels; empty: by their names."""
+
+
+AUTOMATIC = Labelling()
 
 
 @dataclass(frozen=True, eq=False)
