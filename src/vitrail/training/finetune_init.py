@@ -94,8 +94,8 @@ def adapted(
     )
     if how.head == "keep" and task == pretrained.task == CLASSIFICATION:
         return adapt(bundle, classes=config.classes if names is None else names)
-    if how.head == "keep" and task == pretrained.task and config.classes == bundle.model.config.classes:
-        bundle.classes = names
+    same = config.classes == bundle.model.config.classes and names in (None, pretrained.classes)
+    if how.head == "keep" and task == pretrained.task and same:
         return bundle
     bundle.task = task
     _renew_head(bundle, how, config.classes, names)

@@ -18,6 +18,7 @@ from vitrail.data.cache import CacheSize, cached
 from vitrail.data.sources.given import Data, given_data
 from vitrail.data.sources.in_memory import InMemory, recorded_kind
 from vitrail.data.sources.splits import Splits
+from vitrail.data.sources.targets import label_rows
 from vitrail.errors import ConfigError
 from vitrail.runtime import Processes, busy_cpu_note, choose_device, process_group, repeatable
 from vitrail.tasks.metrics import Metrics
@@ -177,6 +178,7 @@ def _request(
     splits = open_splits(data, recipe)
     facts = describe_data(splits.train, device.type)
     plan = resolve_defaults(recipe, facts, bundle, taught_by)
+    plan = plan._replace(task=plan.task.fitted(label_rows(splits.train)))
     advice = before_training(facts, plan.model, fresh=bundle is None) if recipe.method is None else []
     origin = origin_of(data, bundle, taught_by)
     place = Path(folder) if folder is not None else default_folder(origin, [plan.recipe])
@@ -204,7 +206,7 @@ def _check_ranks_agree(ranks: Ranks, request: _Request) -> None:
 def _data_digest(request: _Request) -> str:
     """Return a digest of the split, the order of the training labels and, of data in memory, its fingerprint."""
     digest = hashlib.blake2b(json.dumps(request.splits.record, sort_keys=True).encode(), digest_size=16)
-    digest.update(np.ascontiguousarray(request.splits.train.labels).data)
+    digest.update(np.ascontiguousarray(label_rows(request.splits.train)).data)
     if recorded_kind(request.origin.data) is not None:  # a path may differ between machines
         digest.update(request.origin.data.encode())
     return digest.hexdigest()

@@ -6,7 +6,7 @@ of the source behind them.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +60,24 @@ def targets_of(source: Source) -> Targets | None:
         return None
     targets = targets_of(base)
     return targets.take(source.indices) if targets is not None and isinstance(source, Subset) else targets
+
+
+def label_rows(source: Source) -> NDArray[Any]:
+    """Return what each image is labelled with: class indices (N), or targets (N, K)."""
+    return labels_at(source, np.arange(len(source)))
+
+
+def labels_at(source: Source, indices: NDArray[np.int64]) -> NDArray[Any]:
+    """Return the same for some images, in time that does not depend on the size of the source."""
+    base: Any = source
+    places = indices
+    while base is not None:
+        own = getattr(base, "targets", None)
+        if isinstance(own, Targets):
+            return own.values[places]
+        places = base.indices[places] if isinstance(base, Subset) else places
+        base = getattr(base, "base", None)
+    return source.labels[indices].astype(np.int64)
 
 
 def output_names_of(source: Source) -> tuple[str, ...]:
