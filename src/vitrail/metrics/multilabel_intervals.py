@@ -14,7 +14,7 @@ from vitrail.metrics.multilabel import (
     mean_average_precision,
     predicted_labels,
 )
-from vitrail.metrics.resampling import bootstrap
+from vitrail.metrics.resampling import bootstrap, weighted_sums
 
 
 class MultilabelIntervals(NamedTuple):
@@ -48,9 +48,9 @@ def bootstrap_multilabel(
 
     def score(weights: NDArray[np.float64]) -> NDArray[np.float64]:
         drawn = weights.astype(np.float32)
-        right, images, guesses = (drawn @ which for which in pairs)
+        right, images, guesses = (weighted_sums(drawn, which) for which in pairs)
         f1 = np.where(images > 0, 2 * right / np.maximum(images + guesses, 1), np.nan)
-        return np.stack([_mean_average_precision_of_each(rankings, drawn), _mean_of_defined(f1.T)])
+        return np.stack([_mean_average_precision_of_each(rankings, drawn), _mean_of_defined(f1)])
 
     intervals = bootstrap(score, estimates, own.shape, seed=seed, resamples=resamples, level=level)
     images = len(own)

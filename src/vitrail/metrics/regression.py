@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from vitrail.errors import InputError
 from vitrail.metrics.intervals import RESAMPLES, Interval
-from vitrail.metrics.resampling import bootstrap
+from vitrail.metrics.resampling import bootstrap, weighted_sums
 
 Floats = NDArray[np.floating]
 
@@ -120,9 +120,9 @@ def bootstrap_columns(
     images = len(exact)
 
     def score(weights: NDArray[np.float64]) -> NDArray[np.float64]:
-        absolute, squared = (weights @ np.abs(errors)).T / images, (weights @ errors**2).T / images
-        second = (weights @ centred**2).T / images
-        variance = second - ((weights @ centred).T / images) ** 2
+        absolute, squared = (weighted_sums(weights, values) / images for values in (np.abs(errors), errors**2))
+        second = weighted_sums(weights, centred**2) / images
+        variance = second - (weighted_sums(weights, centred) / images) ** 2
         ratio = np.full(variance.shape, np.nan)
         np.divide(squared, variance, out=ratio, where=variance > _ROUNDING * second)
         correlation = np.stack([_spearman_of_each(*groups, weights) for groups in ranked])

@@ -22,13 +22,14 @@ from vitrail.data.sources.targets import label_rows
 from vitrail.errors import ConfigError
 from vitrail.runtime import Processes, busy_cpu_note, choose_device, process_group, repeatable
 from vitrail.tasks.metrics import Metrics
+from vitrail.tasks.task import Task
 from vitrail.training.auto_batch import fit_batch_to_memory, memory_limit
 from vitrail.training.cluster import ClusterPlan, plan_cluster, shard_if_needed
 from vitrail.training.console import RunConsole, SilentConsole
 from vitrail.training.context import Job, open_splits, run_context
 from vitrail.training.defaults import before_training, resolve_defaults
 from vitrail.training.distributed import Distributed, Ranks
-from vitrail.training.finetune_init import opened_pretrained
+from vitrail.training.finetune_init import keeps_head, opened_pretrained
 from vitrail.training.learners import shown_metrics
 from vitrail.training.loop import RunResult, train_run
 from vitrail.training.placement import place_images
@@ -178,12 +179,24 @@ def _request(
     splits = open_splits(data, recipe)
     facts = describe_data(splits.train, device.type)
     plan = resolve_defaults(recipe, facts, bundle, taught_by)
-    plan = plan._replace(task=plan.task.fitted(label_rows(splits.train)))
+    plan = plan._replace(task=_fitted(plan, splits, bundle))
     advice = before_training(facts, plan.model, fresh=bundle is None) if recipe.method is None else []
     origin = origin_of(data, bundle, taught_by)
     place = Path(folder) if folder is not None else default_folder(origin, [plan.recipe])
     check_outside_data(place, origin)
     return _Request(plan, splits, bundle, origin, place, advice)
+
+
+def _fitted(plan: TrainingPlan, splits: Splits, pretrained: Bundle | None) -> Task:
+    """Return the task with its constants: those of the training labels, or of the head that is kept."""
+    task, how = plan.task, plan.recipe.pretrained
+    if plan.recipe.method is not None:
+        return task
+    if pretrained is not None and how is not None and pretrained.task == task.name and pretrained.task_constants:
+        names = task.output_names(plan.classes)
+        if keeps_head(pretrained, how, plan.model, names):
+            return task.with_constants(pretrained.task_constants, plan.model.classes)
+    return task.fitted(label_rows(splits.train))
 
 
 def _check_ranks_agree(ranks: Ranks, request: _Request) -> None:
