@@ -62,6 +62,17 @@ def targets_of(source: Source) -> Targets | None:
     return targets.take(source.indices) if targets is not None and isinstance(source, Subset) else targets
 
 
+def _stored_targets(source: Source) -> Targets | None:
+    """Return the targets that the source or one behind it holds, of all of its images."""
+    base: Any = source
+    while base is not None:
+        own = getattr(base, "targets", None)
+        if isinstance(own, Targets):
+            return own
+        base = getattr(base, "base", None)
+    return None
+
+
 def label_rows(source: Source) -> NDArray[Any]:
     """Return what each image is labelled with: class indices (N), or targets (N, K)."""
     return labels_at(source, np.arange(len(source)))
@@ -80,7 +91,22 @@ def labels_at(source: Source, indices: NDArray[np.int64]) -> NDArray[Any]:
     return source.labels[indices].astype(np.int64)
 
 
+def label_texts(source: Source, indices: NDArray[np.int64]) -> list[str | None]:
+    """Return what images are labelled with as text: "cat", "cat;outdoor" or "age=37.5"; None if it is unknown."""
+    known, rows = source.labels[indices], labels_at(source, indices)
+    targets = _stored_targets(source)
+    if targets is None:
+        return [None if label < 0 else source.classes[label] for label in known.tolist()]
+    texts = []
+    for row in rows.tolist():
+        if targets.kind == "labels":
+            texts.append(";".join(name for name, has in zip(targets.names, row, strict=True) if has))
+        else:
+            texts.append("; ".join(f"{name}={value:g}" for name, value in zip(targets.names, row, strict=True)))
+    return [None if label < 0 else text for label, text in zip(known.tolist(), texts, strict=True)]
+
+
 def output_names_of(source: Source) -> tuple[str, ...]:
     """Return the names of what the images are labelled with: classes, labels or columns."""
-    targets = targets_of(source)
+    targets = _stored_targets(source)
     return source.classes if targets is None else targets.names
