@@ -4,8 +4,8 @@ import importlib
 import itertools
 import json
 import os
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -15,11 +15,23 @@ from numpy.typing import NDArray
 
 from vitrail.data.remote.filesystems import Status, public_url
 from vitrail.data.remote.stored_files import RemoteFile, StoredFile, open_stored
-from vitrail.data.sources.columns import IMAGE_COLUMNS, Columns, LabelCollector, ManifestRow, choose_columns
+from vitrail.data.sources.cells import Cell, Reading
+from vitrail.data.sources.columns import (
+    IMAGE_COLUMNS,
+    Columns,
+    LabelCollector,
+    LabelRequest,
+    ManifestRow,
+    choose_columns,
+    count_cells,
+    request_labels,
+)
 from vitrail.data.sources.index_files import Progress
+from vitrail.data.sources.labelled import Labelled, with_strata
 from vitrail.data.sources.labels import Faults, order_classes, report_faults
 from vitrail.data.sources.manifests import PROGRESS_EVERY, Manifest, manifest_of
 from vitrail.data.sources.source import Labels, names_in_common_folder, reason_of, stamp_file
+from vitrail.data.sources.targets import AUTOMATIC, Labelling, Targets
 from vitrail.errors import DataError
 from vitrail.text import printable_path
 
@@ -50,6 +62,7 @@ class ParquetImages:
     """The split of every image: 0 train, 1 validation, 2 test; None if the file has no split column."""
     version: Status | None = None
     """The version of a remote file when it was opened; None for a local file."""
+    targets: Targets | None = None
     _held: OrderedDict[int, Any] = field(default_factory=OrderedDict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -121,6 +134,7 @@ def import_pyarrow(place: str) -> Any:
 def open_parquet(
     place: str | os.PathLike[str],
     *,
+    labelling: Labelling = AUTOMATIC,
     unlabelled: bool = False,
     faults: Faults | None = None,
     on_progress: Progress | None = None,
@@ -133,7 +147,7 @@ def open_parquet(
     arrow = import_pyarrow(place)
     try:
         with open_stored(place) as raw, arrow.parquet.ParquetFile(raw) as file:
-            opened = _open(place, arrow, file, unlabelled, faults, on_progress)
+            opened = _open(place, arrow, file, labelling, unlabelled, faults, on_progress)
             if isinstance(opened, ParquetImages) and isinstance(raw, RemoteFile):
                 return replace(opened, version=raw.status)
             return opened
@@ -142,25 +156,35 @@ def open_parquet(
 
 
 def _open(
-    place: str, arrow: Any, file: Any, unlabelled: bool, faults: Faults | None, on_progress: Progress | None
+    place: str,
+    arrow: Any,
+    file: Any,
+    labelling: Labelling,
+    unlabelled: bool,
+    faults: Faults | None,
+    on_progress: Progress | None,
 ) -> Manifest | ParquetImages:
-    schema = file.schema_arrow
-    columns = _columns(place, arrow, file, unlabelled)
+    columns = _columns(place, arrow, file, labelling, unlabelled)
     column = _bytes_column(arrow, file, columns.image)
-    names = _class_names(schema, columns.label)
+    names = _class_names(file.schema_arrow, columns.labels[0]) if len(columns.labels) == 1 else None
     if names is not None:
         columns = columns._replace(name=None)
+
+    def rows_of(labels: tuple[str, ...]) -> Iterator[ManifestRow]:
+        return _rows(file, Columns("", labels, None, None))
+
+    request = _request(place, arrow, file, columns, labelling, rows_of, unlabelled, named=names is not None)
     if column is None:
-        rows = _rows(file, columns)
+        rows = _rows(file, request.columns)
         return manifest_of(
-            place, columns, rows, unit="row", names=names, unlabelled=unlabelled, faults=faults, on_progress=on_progress
+            place, request, rows, rows_of, unit="row", names=names, faults=faults, on_progress=on_progress
         )
     _check_no_empty(place, file, column)
     # Hugging Face writes -1 for an unknown label.
     unknown = "-1" if names and unlabelled else None
-    collector = LabelCollector(place, columns, unit="row", unknown=unknown, any_label=unlabelled)
+    collector = LabelCollector(place, request, rows_of, unit="row", names=names, unknown=unknown)
     wrong: list[str] = []
-    for row in _rows(file, columns._replace(image="")):
+    for row in _rows(file, request.columns._replace(image="")):
         try:
             collector.keep(*collector.read(row))
         except DataError as fault:
@@ -169,7 +193,24 @@ def _open(
             on_progress(row.number)
     report_faults(wrong, printable_path(place), None)  # images are addressed by row number, so no row can be skipped
     groups = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-    return ParquetImages(place, column, np.cumsum(groups, dtype=np.int64), *collector.finish(names))
+    (classes, labels, targets), split_of = collector.finish()
+    ends = np.cumsum(groups, dtype=np.int64)
+    return ParquetImages(place, column, ends, classes, labels, split_of, targets=targets)
+
+
+def _request(
+    place: str, arrow: Any, file: Any, columns: Columns, labelling: Labelling,
+    rows_of: Callable[[tuple[str, ...]], Iterator[ManifestRow]], unlabelled: bool, *, named: bool,
+) -> LabelRequest:  # fmt: skip
+    """Return how to read the labels; columns of an unknown name are read only if all others are numbers."""
+    if not columns.labels and not all(_is_number(arrow, file.schema_arrow.field(name).type) for name in columns.others):
+        labelling = Labelling(kind="classes")
+    return request_labels(place, columns, labelling, rows_of, unlabelled=unlabelled, named=named)
+
+
+def _is_number(arrow: Any, kind: Any) -> bool:
+    types = arrow.types
+    return any(is_kind(kind) for is_kind in (types.is_boolean, types.is_integer, types.is_floating, types.is_decimal))
 
 
 def read_parquet(place: str) -> Iterator[ManifestRow]:
@@ -177,7 +218,7 @@ def read_parquet(place: str) -> Iterator[ManifestRow]:
     arrow = import_pyarrow(place)
     try:
         with open_stored(place) as raw, arrow.parquet.ParquetFile(raw) as file:
-            columns = Columns(_columns(place, arrow, file, True).image, None, None, None)
+            columns = Columns(_columns(place, arrow, file).image, (), None, None)
             at_once = 65_536 if _bytes_column(arrow, file, columns.image) is None else 16
             yield from _rows(file, columns, at_once)
     except _read_errors(arrow) as fault:
@@ -189,7 +230,7 @@ def images_of(place: str) -> ParquetImages:
     arrow = import_pyarrow(place)
     try:
         with open_stored(place) as raw, arrow.parquet.ParquetFile(raw) as file:
-            column = _bytes_column(arrow, file, _columns(place, arrow, file, True).image)
+            column = _bytes_column(arrow, file, _columns(place, arrow, file).image)
             groups = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
     except _read_errors(arrow) as fault:
         raise DataError(f"{printable_path(place)} cannot be read as Parquet: {_one_line(fault)}") from None
@@ -199,12 +240,12 @@ def images_of(place: str) -> ParquetImages:
     return ParquetImages(place, column, ends, (), np.full(sum(groups), -1, np.int64), None)
 
 
-def _columns(place: str, arrow: Any, file: Any, unlabelled: bool) -> Columns:
+def _columns(place: str, arrow: Any, file: Any, labelling: Labelling = AUTOMATIC, unlabelled: bool = True) -> Columns:
     # Bytes before paths: if a file has both, the paths are the origin of the bytes.
     names = file.schema_arrow.names
     binary = [name for name in names if _bytes_column(arrow, file, name) is not None]
     preferred = sorted(IMAGE_COLUMNS, key=lambda name: not any(name == column.strip().lower() for column in binary))
-    return choose_columns(place, names, unlabelled=unlabelled, images=preferred)
+    return choose_columns(place, names, labelling, unlabelled=unlabelled, images=preferred)
 
 
 def _bytes_column(arrow: Any, file: Any, name: str) -> str | None:
@@ -244,23 +285,29 @@ def _class_names(schema: Any, label: str | None) -> list[str] | None:
     """Return the class names that Hugging Face datasets stored for integer labels, if any."""
     text = (schema.metadata or {}).get(b"huggingface")
     try:
-        names = json.loads(text)["info"]["features"][label]["names"] if text is not None else None
-    except (ValueError, KeyError, TypeError):
+        feature = json.loads(text)["info"]["features"][label] if text is not None else {}
+        while isinstance(feature, list) or "feature" in feature:  # a list of classes
+            feature = feature[0] if isinstance(feature, list) else feature["feature"]
+        names = feature["names"]
+    except (ValueError, KeyError, TypeError, IndexError):
         return None
     return [str(name) for name in names] if isinstance(names, list) else None
 
 
 def _rows(file: Any, columns: Columns, at_once: int = 65_536) -> Iterator[ManifestRow]:
     """Iterate over the rows, reading only the given columns."""
-    names = [column for column in columns if column]
+    chosen = (columns.image, columns.name, columns.split)
+    names = [column for column in (*chosen, *columns.labels) if column]
     numbers = itertools.count(1)
     if not names:
-        yield from (ManifestRow(next(numbers), None, None, None, None) for _ in range(file.metadata.num_rows))
+        yield from (ManifestRow(next(numbers), None) for _ in range(file.metadata.num_rows))
         return
     for batch in file.iter_batches(batch_size=at_once, columns=names, use_threads=False):
-        cells = [batch.column(column).to_pylist() if column else itertools.repeat(None) for column in columns]
-        for image, label, name, split in zip(*cells, strict=False):
-            yield ManifestRow(next(numbers), image, label, name, split)
+        cells = [batch.column(column).to_pylist() if column else itertools.repeat(None) for column in chosen]
+        labels = [batch.column(column).to_pylist() for column in columns.labels]
+        each = zip(*labels, strict=True) if labels else itertools.repeat(())
+        for image, name, split, some in zip(*cells, each, strict=False):
+            yield ManifestRow(next(numbers), image, some, name, split)
 
 
 def _read_errors(arrow: Any) -> tuple[type[Exception], ...]:
@@ -287,6 +334,7 @@ class Tables:
     labels: Labels
     split_of: NDArray[np.int8] | None
     """The split of every image: 0 train, 1 validation, 2 test; None if the files have no split column."""
+    targets: Targets | None = None
     _recent: OrderedDict[int, None] = field(default_factory=OrderedDict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -340,12 +388,17 @@ class Tables:
 def open_tables(
     paths: Sequence[str],
     *,
+    labelling: Labelling = AUTOMATIC,
     unlabelled: bool = False,
     faults: Faults | None = None,
     on_progress: Progress | None = None,
 ) -> Table | Tables:
     """Open Parquet files as one source. Their classes may differ; all or none must have a split column."""
-    tables = tuple(open_parquet(path, unlabelled=unlabelled, faults=faults, on_progress=on_progress) for path in paths)
+    reading = _decide_jointly(paths, labelling, unlabelled) if len(paths) > 1 and labelling.kind is None else None
+    if reading is not None:
+        labelling = labelling._replace(kind=reading.kind, separator=reading.separator)
+    options: dict[str, Any] = {"unlabelled": unlabelled, "faults": faults, "on_progress": on_progress}
+    tables = tuple(open_parquet(path, labelling=labelling, **options) for path in paths)
     if len(tables) == 1:
         return tables[0]
     divided = [table.split_of for table in tables if table.split_of is not None]
@@ -356,10 +409,62 @@ def open_tables(
         raise DataError(
             f"{printable_path(has)} has a split column and {printable_path(lacks)} has none; add it there, or remove it"
         )
+    classes, labels, targets = _joined_labels(tables, reading)
+    return Tables(tables, classes, labels, np.concatenate(divided) if divided else None, targets)
+
+
+def _decide_jointly(paths: Sequence[str], labelling: Labelling, unlabelled: bool) -> Reading | None:
+    """Return how to read the label columns of several files: one file alone may look different from all of them."""
+    images: Counter[Cell] = Counter()
+    request = None
+    for path in paths:
+        arrow = import_pyarrow(path)
+        try:
+            with open_stored(path) as raw, arrow.parquet.ParquetFile(raw) as file:
+                columns = _columns(path, arrow, file, labelling, unlabelled)
+                if len(columns.labels) != 1 or columns.are_names or _class_names(file.schema_arrow, columns.labels[0]):
+                    return None
+                request = request or LabelRequest(columns, labelling, None, unlabelled=unlabelled)
+                images.update(count_cells(_rows(file, Columns("", columns.labels, None, None))))
+        except _read_errors(arrow) as fault:
+            raise DataError(f"{printable_path(path)} cannot be read as Parquet: {_one_line(fault)}") from None
+    return None if request is None else request.decide(images)
+
+
+def _joined_labels(tables: Sequence[Table], reading: Reading | None) -> Labelled:
+    """Return the labels of all files, with the classes or targets of any."""
+    place = printable_path(tables[0].place)
+    targets = [table.targets for table in tables if table.targets is not None]
+    if targets:
+        return _joined_targets(tables, targets, reading, place)
     classes = tables[0].classes
     if any(table.classes != classes for table in tables):
         names = list(dict.fromkeys(name for table in tables for name in table.classes))
-        classes, _ = order_classes(names, place=printable_path(paths[0]))
+        classes, _ = order_classes(names, place=place)
     numbers = {name: number for number, name in enumerate(classes)}
     labels = [np.array([*(numbers[name] for name in table.classes), -1], np.int64)[table.labels] for table in tables]
-    return Tables(tables, classes, np.concatenate(labels), np.concatenate(divided) if divided else None)
+    return Labelled(classes, np.concatenate(labels))
+
+
+def _joined_targets(
+    tables: Sequence[Table], targets: Sequence[Targets], reading: Reading | None, place: str
+) -> Labelled:
+    first, known = targets[0], np.concatenate([table.labels >= 0 for table in tables])
+    odd = next((table for table in tables if table.targets is None or table.targets.kind != first.kind), None)
+    if odd is not None:
+        has = next(table for table in tables if table.targets is first)
+        raise DataError(
+            f"{printable_path(has.place)} has {first.kind} and {printable_path(odd.place)} has none; use the same "
+            "columns in all files"
+        )
+    names = first.names
+    if any(set(some.names) != set(names) for some in targets):
+        if first.kind == "values":
+            listed = " and ".join(", ".join(some.names) for some in targets if set(some.names) != set(names))
+            raise DataError(
+                f"{place} has the numbers {', '.join(names)}, but others have {listed}; use the same columns"
+            )
+        names, _ = order_classes(list(dict.fromkeys(name for some in targets for name in some.names)), place=place)
+    values: Any = np.concatenate([some.renamed(names).values for some in targets])
+    reason = first.reason if reading is None else reading.reason
+    return with_strata(names, values, known, Reading(first.kind, separator=first.separator, reason=reason), place)

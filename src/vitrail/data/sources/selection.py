@@ -1,7 +1,7 @@
 """Select the images to evaluate a model on, and match their classes to the model's."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from vitrail.data.sources.opening import Renumbered, open_data, open_source, ren
 from vitrail.data.sources.parquet import ParquetImages, Tables
 from vitrail.data.sources.source import Labels, Pixels, Source, check_source
 from vitrail.data.sources.splits import Splits, keys_of, split_of
+from vitrail.data.sources.targets import AUTOMATIC, Labelling, Targets, targets_of
 from vitrail.errors import ConfigError, DataError, StorageError, suggest
 from vitrail.io import ContentError, read_json
 
@@ -29,6 +30,7 @@ class Joined:
 
     sources: tuple[Source, ...]
     labels: Labels
+    targets: Targets | None = None
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -77,22 +79,23 @@ def choose_images(
     split: str | None = None,
     *,
     record: Mapping[str, Any] | None = None,
+    labelling: Labelling = AUTOMATIC,
     on_progress: Progress | None = None,
 ) -> Selection:
     """Open the images to evaluate a model on.
 
     By default they are the test split that the data defines, else its validation split. If it defines neither, they
     are the test split of `record`, the split the model was trained with, if it fits this data; else all images. A
-    requested split that is not defined anywhere is drawn as training would by default.
+    requested split that is not defined anywhere is drawn as training would by default. `labelling` as in `open_data`.
     """
     if split is not None and split not in CHOICES:
         raise ConfigError(f"unknown split {split!r}; choose {', '.join(CHOICES)}")
-    place = given_data(data, on_progress)
-    everything, own = _open(place, on_progress)
+    place = given_data(data, on_progress, labelling=labelling)
+    everything, own = _open(place, labelling, on_progress)
     if split is None:
         split = next((name for name in ("test", "val") if name in own), None)
     if split is None:
-        return _recorded_test(place, record, on_progress) or Selection(everything, "all", False)
+        return _recorded_test(place, record, labelling, on_progress) or Selection(everything, "all", False)
     if split == "all":
         return Selection(everything, "all", False)
     # If a run drew its validation split from train, only the record knows what it trained on.
@@ -100,7 +103,7 @@ def choose_images(
         return Selection(own[split], split, split != "train")
     if own and record is None:
         raise DataError(f"{title_of(place)} has no {split} split; it has {', '.join(own)}")
-    splits = open_data(place, record=record, on_progress=on_progress)
+    splits = open_data(place, record=record, labelling=labelling, on_progress=on_progress)
     source = {"train": splits.train, "val": splits.val, "test": splits.test}[split]
     if source is None:
         raise DataError(f"the model was trained without a {split} split")
@@ -198,13 +201,13 @@ def recorded_split(bundle: Path | None) -> dict[str, Any] | None:
 
 
 def _recorded_test(
-    place: str | InMemory, record: Mapping[str, Any] | None, on_progress: Progress | None
+    place: str | InMemory, record: Mapping[str, Any] | None, labelling: Labelling, on_progress: Progress | None
 ) -> Selection | None:
     """Return the test split of a record, or its validation split; None if the record does not fit the data."""
     if record is None:
         return None
     try:
-        splits = open_data(place, record=record, on_progress=on_progress)
+        splits = open_data(place, record=record, labelling=labelling, on_progress=on_progress)
     except StorageError:
         raise  # the record may fit: without it, training images would be evaluated
     except DataError:
@@ -214,16 +217,18 @@ def _recorded_test(
     return None if splits.val is None else Selection(splits.val, "val", True)
 
 
-def _open(place: str | InMemory, on_progress: Progress | None) -> tuple[Source, dict[str, Source]]:
+def _open(
+    place: str | InMemory, labelling: Labelling, on_progress: Progress | None
+) -> tuple[Source, dict[str, Source]]:
     """Return all images, and those of each split if the data defines splits."""
     if isinstance(place, InMemory) and set(place.splits) != {"train"}:
         return _whole(place), dict(place.splits)
     try:
-        source = open_source(place, on_progress=on_progress)
+        source = open_source(place, labelling=labelling, on_progress=on_progress)
     except StorageError:
         raise
     except DataError:  # several splits are not one source; data that cannot be opened at all fails again
-        return _whole_and_splits(open_data(place, val=0, test=0, on_progress=on_progress))
+        return _whole_and_splits(open_data(place, val=0, test=0, labelling=labelling, on_progress=on_progress))
     if not isinstance(source, Manifest | ParquetImages | Tables) or source.split_of is None:
         return source, {}
     rows = {name: np.flatnonzero(source.split_of == number) for number, name in enumerate(("train", "val", "test"))}
@@ -234,7 +239,7 @@ def _whole(data: InMemory) -> Source:
     """Return the images of all splits, with the classes of the training split, or of the first."""
     first, *others = data.splits.values()
     sources = (first, *(renumber(source, first) for source in others))
-    return Joined(sources, np.concatenate([source.labels for source in sources]))
+    return joined(sources)
 
 
 def _whole_and_splits(splits: Splits) -> tuple[Source, dict[str, Source]]:
@@ -242,7 +247,16 @@ def _whole_and_splits(splits: Splits) -> tuple[Source, dict[str, Source]]:
     own = {name: source for name, source in sources.items() if source is not None}
     if len(own) == 1:
         return splits.train, {}
-    return Joined(tuple(own.values()), np.concatenate([source.labels for source in own.values()])), own
+    return joined(tuple(own.values())), own
+
+
+def joined(sources: tuple[Source, ...]) -> Joined:
+    """Return the concatenation of sources with the same classes or targets."""
+    each = [targets_of(source) for source in sources]
+    targets = [some for some in each if some is not None]
+    whole: Any = np.concatenate([some.values for some in targets]) if targets else None
+    labels = np.concatenate([source.labels for source in sources])
+    return Joined(sources, labels, replace(targets[0], values=whole) if targets else None)
 
 
 def match_classes(source: Source, names: tuple[str, ...] | None, outputs: int, *, by_number: bool = False) -> Source:
