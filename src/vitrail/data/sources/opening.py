@@ -33,7 +33,15 @@ from vitrail.data.sources.splits import (
 )
 from vitrail.data.sources.strata import strata_of
 from vitrail.data.sources.tar import expand_pattern
-from vitrail.data.sources.targets import AUTOMATIC, Labelling, Targets, resolved, targets_of
+from vitrail.data.sources.targets import (
+    AUTOMATIC,
+    Labelling,
+    Targets,
+    labelling_record,
+    recorded_labelling,
+    resolved,
+    targets_of,
+)
 from vitrail.errors import ConfigError, DataError
 from vitrail.text import plural, printable_path
 
@@ -98,6 +106,7 @@ def open_data(
     and data that cannot be split is used for training only.
     """
     check_subset(fraction, per_class)
+    labelling = recorded_labelling(record) or labelling
     opened = given_data(data, on_progress, labelling=labelling)
     title = title_of(opened)
     if isinstance(opened, InMemory):
@@ -127,6 +136,8 @@ def open_data(
         if wrong or few:
             return Splits(train, named.get("val"), named.get("test"), {})
     whole = split_source(train, seed=seed, val=val, test=test) if alone else _draw_val(named, seed, fractions)
+    kept = labelling_record(labelling, train)
+    whole = whole._replace(record={**whole.record, **kept})
     return take_subset(whole, seed=seed, fraction=fraction, per_class=per_class)
 
 

@@ -16,7 +16,7 @@ from vitrail.data.sources.opening import Renumbered, open_data, open_source, ren
 from vitrail.data.sources.parquet import ParquetImages, Tables
 from vitrail.data.sources.source import Labels, Pixels, Source, check_source
 from vitrail.data.sources.splits import Splits, keys_of, split_of
-from vitrail.data.sources.targets import AUTOMATIC, Labelling, Targets, targets_of
+from vitrail.data.sources.targets import AUTOMATIC, Labelling, Targets, recorded_labelling, targets_of
 from vitrail.errors import ConfigError, DataError, StorageError, suggest
 from vitrail.io import ContentError, read_json
 
@@ -90,6 +90,7 @@ def choose_images(
     """
     if split is not None and split not in CHOICES:
         raise ConfigError(f"unknown split {split!r}; choose {', '.join(CHOICES)}")
+    labelling = recorded_labelling(record) or labelling
     place = given_data(data, on_progress, labelling=labelling)
     everything, own = _open(place, labelling, on_progress)
     if split is None:

@@ -5,7 +5,7 @@ images, by which splits and samples are drawn and counted. The targets of subset
 of the source behind them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -144,3 +144,23 @@ def resolved(labelling: Labelling, source: Source) -> Labelling:
         return labelling._replace(kind=targets.kind, separator=targets.separator)
     known = labelling.kind is not None or not len(source.labels) or int(source.labels.max()) < 0
     return labelling if known else labelling._replace(kind="classes")
+
+
+# ── what a split record says ──
+
+
+def labelling_record(labelling: Labelling, train: Source) -> dict[str, Any]:
+    """Return what a split record says of the labels, so that they are read alike again; nothing for plain classes."""
+    read = resolved(labelling, train)
+    if read.kind in (None, "classes") and labelling == AUTOMATIC:
+        return {}
+    return {"labelling": read._asdict() | {"columns": list(read.columns)}}
+
+
+def recorded_labelling(record: Mapping[str, Any] | None) -> Labelling | None:
+    """Return how a run read its labels; None if its record does not say so."""
+    kept = None if record is None else record.get("labelling")
+    if not isinstance(kept, Mapping):
+        return None
+    columns = kept.get("columns") or ()
+    return Labelling(kept.get("kind"), tuple(map(str, columns)), kept.get("separator"))
