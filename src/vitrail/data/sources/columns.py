@@ -4,6 +4,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -159,6 +160,8 @@ def request_labels(
         columns = columns._replace(name=None)
     if len(columns.labels) == 1:
         reading = Reading() if names or labelling.kind == "classes" else None
+        if labelling.kind == "values":
+            reading = decide(count_cells(islice(read(columns.labels), 1)), labelling, "")
         return LabelRequest(columns, labelling, reading, named, unlabelled)
     some = columns.labels or (() if labelling.columns else candidates(columns.others))
     reading = decide_columns((row.labels for row in read(some)), some, labelling, strict=unlabelled) if some else None
@@ -244,13 +247,16 @@ class LabelCollector:
         if split is not None:
             self._splits.append(split)
 
-    def evidence(self) -> dict[Cell, int]:
-        """Return how many images have each cell of the one column of labels."""
+    def _decided(self) -> Reading:
+        """Return how to read the one column of labels, by how many images have each cell."""
         codes, cells = np.array(self._codes[0], np.int64), self._cells[0]
         counts = np.bincount(codes[codes >= 0], minlength=len(cells)).tolist()
-        return {cell: count for cell, count in zip(cells, counts, strict=True) if count}
+        reading = self.request.decide({cell: count for cell, count in zip(cells, counts, strict=True) if count})
+        for cell in cells if reading.kind != "classes" else ():
+            check_cell(cell, reading, printable_path(self.place), self.columns.labels[0].strip())
+        return reading
 
-    def finish(self, reading: Reading | None = None) -> tuple[Labelled, NDArray[np.int8] | None]:
+    def finish(self) -> tuple[Labelled, NDArray[np.int8] | None]:
         """Return what the images are labelled with, and the split of every row."""
         place = printable_path(self.place)
         if not self._images:
@@ -258,7 +264,7 @@ class LabelCollector:
         splits = np.array(self._splits, np.int8) if self.columns.split is not None else None
         if not self._codes:
             return Labelled((), np.full(self._images, -1, np.int64)), splits
-        reading = self.reading or reading or self.request.decide(self.evidence())
+        reading = self.reading or self._decided()
         codes = [np.array(stored, np.int64) for stored in self._codes]
         if reading.kind == "classes":
             return self._classes(codes[0], place), splits

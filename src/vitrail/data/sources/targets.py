@@ -8,7 +8,7 @@ of the source behind them.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,8 @@ class Labelling(NamedTuple):
 
 
 AUTOMATIC = Labelling()
+IGNORED: Final = "ignored"
+"""The targets of a source whose images are used without them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +86,8 @@ class Targets:
 def targets_of(source: Source) -> Targets | None:
     """Return the targets of a source's images; None if each has a class."""
     own = getattr(source, "targets", None)
-    if isinstance(own, Targets):
-        return own
+    if isinstance(own, Targets) or own == IGNORED:
+        return own if isinstance(own, Targets) else None
     base = getattr(source, "base", None)
     if base is None:
         return None
