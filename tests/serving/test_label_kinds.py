@@ -99,7 +99,7 @@ def test_the_explorer_page_shows_labels_and_numbers(
         assert seen.part("bars").locator(".name").all_inner_texts() == ["age", "height", "tilt"]
         (made,) = vitrail.predict(regression, [image], device="cpu", precision="float32")
         shown = [float(text) for text in seen.part("bars").locator(".probability").all_inner_texts()]
-        assert shown == pytest.approx(made.fields().values(), rel=1e-3)
+        assert shown == pytest.approx(list(made.fields().values()), rel=1e-3)
         seen.part("bars").locator("button").nth(1).click()
         seen.settle()
         assert seen.part("readout").inner_text().startswith("Evidence for height: ")

@@ -143,7 +143,7 @@ def _print_labels(report: "Report") -> None:
 
 
 def _print_classes(report: "Report", what: str, images: dict[str, int] | None) -> None:
-    """Print the counts per class, largest first, or ranges in order; of many classes, only the largest and the smallest.
+    """Print the counts per class, largest first, or ranges in order; of many classes, only the largest and smallest.
 
     `images` are those of each split, unless they are the sum of the counts.
     """

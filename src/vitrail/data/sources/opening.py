@@ -33,19 +33,15 @@ from vitrail.data.sources.splits import (
     too_few_images,
 )
 from vitrail.data.sources.tar import expand_pattern
-<<<<<<< HEAD
 from vitrail.data.sources.targets import (
     AUTOMATIC,
+    IGNORED,
     Labelling,
-    Targets,
     labelling_record,
     recorded_labelling,
     resolved,
     targets_of,
 )
-=======
-from vitrail.data.sources.targets import AUTOMATIC, IGNORED, Labelling, resolved, targets_of
->>>>>>> labels
 from vitrail.errors import ConfigError, DataError
 from vitrail.text import plural, printable_path
 
