@@ -142,7 +142,7 @@ def test_rows() -> None:
     assert rows.table_cells(made.fields()) == ("cat, dog", "88.1%", "cat 88.1%, dog 73.1%")
     (none,) = Multilabel().predict(torch.tensor([[-2.0, -1.0, -3.0]]), None, 1)
     assert none.labels == ()
-    assert none.response() == {"labels": [], "top_labels": [{"name": "1", "index": 1, "probability": 0.2689}]}
+    assert none.response() == {"labels": [], "top_labels": [{"name": "1", "index": 1, "probability": 0.268941}]}
     assert "no label" in repr(none)
 
 

@@ -305,7 +305,7 @@ def _rows(place: str) -> Iterable[ManifestRow]:
     lower = path_in(place).lower()
     if lower.endswith(".parquet"):
         return read_parquet(place)
-    return (read_jsonl if lower.endswith(".jsonl") else read_csv)(place, True)[1]
+    return (read_jsonl if lower.endswith(".jsonl") else read_csv)(place, unlabelled=True)[1]
 
 
 def _row_item(row: ManifestRow, manifest: bytes, unit: str) -> Item:

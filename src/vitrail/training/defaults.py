@@ -111,7 +111,7 @@ def with_task(recipe: Recipe, facts: DataFacts, defaults: list[ResolvedDefault])
     defaults.append(ResolvedDefault("task", task.name, facts.kind_reason))
     if task.name == CLASSIFICATION.name:
         return recipe.replace(task=task.name)
-    known = json.loads(recipe.to_json()) | {"task": task.name}
+    known = json.loads(recipe.model_dump_json(exclude_unset=True)) | {"task": task.name}
     for name in task.unsupported(recipe.objective, recipe.mixing, balance=recipe.data.balance):
         defaults.append(ResolvedDefault(name, "off", f"the task {task.name} does not support it"))
         drop(known, [name])

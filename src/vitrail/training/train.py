@@ -16,7 +16,7 @@ from vitrail.acceleration.planner import Purpose
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.cache import CacheSize, cached
 from vitrail.data.sources.given import Data, given_data
-from vitrail.data.sources.in_memory import InMemory, recorded_kind
+from vitrail.data.sources.in_memory import recorded_kind
 from vitrail.data.sources.splits import Splits
 from vitrail.data.sources.targets import label_rows
 from vitrail.errors import ConfigError
@@ -84,7 +84,7 @@ def train(
     """
     if evaluate_on not in ("test", "val"):
         raise ConfigError(f"evaluate_on is {evaluate_on!r}; choose 'test' or 'val'")
-    data, chosen = given_data(data), choose_device(device)
+    chosen = choose_device(device)
     with process_group(chosen) as processes, Ranks(processes, chosen).watched() as ranks:
         with ranks.together():
             asked = recipe_for(method, recipe or default_recipe(pretrained, method), changes)
@@ -122,7 +122,7 @@ def plan(
     chosen = choose_device(device)
     asked = recipe_for(method, recipe or default_recipe(pretrained, method), changes)
     asked = asked.replace(distributed=Distributed(shard=False))  # both ways are planned
-    request = _request(given_data(data), asked, pretrained, None, None, teacher, None, chosen)
+    request = _request(data, asked, pretrained, None, None, teacher, None, chosen)
     context = run_context(request.plan, request.splits, Ranks(Processes(), chosen), None)
     available = memory_limit(chosen).free if gpu_memory is None else gpu_memory
     return plan_cluster(Job(request.plan, context), gpus, available)
@@ -164,7 +164,7 @@ class _Request(NamedTuple):
 
 
 def _request(
-    data: str | InMemory,
+    data: Data,
     recipe: Recipe,
     pretrained: str | Path | Bundle | None,
     overrides: Mapping[str, Any] | None,
@@ -176,12 +176,13 @@ def _request(
     recipe.check_pretrained(pretrained)
     recipe.check_teacher(teacher)
     bundle, taught_by = opened_pretrained(pretrained, overrides, keys), opened_teacher(teacher)
-    splits = open_splits(data, recipe)
+    opened = given_data(data, labelling=recipe.labelling)
+    splits = open_splits(opened, recipe)
     facts = describe_data(splits.train, device.type)
     plan = resolve_defaults(recipe, facts, bundle, taught_by)
     plan = plan._replace(task=_fitted(plan, splits, bundle))
     advice = before_training(facts, plan.model, fresh=bundle is None) if recipe.method is None else []
-    origin = origin_of(data, bundle, taught_by)
+    origin = origin_of(opened, bundle, taught_by)
     place = Path(folder) if folder is not None else default_folder(origin, [plan.recipe])
     check_outside_data(place, origin)
     return _Request(plan, splits, bundle, origin, place, advice)

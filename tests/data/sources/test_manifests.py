@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from vitrail.data.sources.manifests import Manifest, open_manifest
 from vitrail.data.sources.parquet import GROUPS_HELD, ParquetImages, open_parquet
 from vitrail.data.sources.source import Source
+from vitrail.data.sources.targets import Labelling, Targets, targets_of
 from vitrail.errors import DataError
 
 
@@ -58,6 +60,12 @@ def refused(path: Path) -> str:
     message = str(caught.value)
     assert "\n" not in message
     return message.replace(str(path), path.suffix[1:].upper())
+
+
+def targets_in(path: Path) -> Targets:
+    targets = targets_of((open_parquet if path.suffix == ".parquet" else open_manifest)(path))
+    assert targets is not None
+    return targets
 
 
 def test_a_csv_file(folder: Path) -> None:
@@ -135,17 +143,19 @@ def test_a_label_missing_from_a_parquet_file(values: list[object], folder: Path)
 
 
 def test_several_labels_per_image(folder: Path) -> None:
-    several = "several labels per image"
-    only = "only single-label classification for now"
-    for message in (
-        refused(jsonl(folder, {"path": "a.png", "label": ["x", "y"]})),
-        refused(csv(folder, "path,label\na.png,\"['x', 'y']\"\n")),
-        refused(parquet(folder, path=["a.png"], label=[["x", "y"]])),
-        refused(csv(folder, "path,label\na.png,x\nb.png,x\n./a.png,y\n")),
+    for path in (
+        jsonl(folder, {"path": "a.png", "label": ["x", "y"]}, {"path": "b.png", "label": []}),
+        csv(folder, "path,label\na.png,\"['x', 'y']\"\nb.png,[]\n"),
+        parquet(folder, path=["a.png", "b.png"], label=[["x", "y"], []]),
+        parquet(folder, bytes=[b"a", b"b"], label=[["x", "y"], []]),
     ):
-        assert several in message
-        assert message.endswith(only)
-    assert "on lines 2 and 4" in message
+        targets = targets_in(path)
+        assert (targets.kind, targets.names, targets.values.tolist()) == ("labels", ("x", "y"), [[1, 1], [0, 0]])
+        assert targets.reason == "label holds several labels per image, such as ['x', 'y']"
+    assert refused(csv(folder, "path,label\na.png,x\nb.png,x\n./a.png,y\n")) == (
+        "./a.png is listed twice in CSV, on lines 2 and 4, with different labels; list each image once, several labels "
+        "in one line: cat;dog"
+    )
 
 
 @pytest.mark.parametrize("labels", ["ok|poly ok poly", "ok|poly ok ok|mono", "a;b a b", "a,b b,c a,c", "a|b|c b d"])
@@ -153,14 +163,16 @@ def test_joined_labels_are_not_classes(labels: str, folder: Path) -> None:
     files = ("a.png", "b.png", "c.png")
     rows = "".join(f'{file},"{label}"\n' for file, label in zip(files, labels.split(), strict=True))
     first = labels.split()[0]
-    assert refused(csv(folder, f"path,label\n{rows}")) == (
-        f"CSV has labels that look like several joined by {next(c for c in first if not c.isalpha())!r}, such as "
-        f"{first!r}; several labels per image are not supported yet: keep one label per image, or, if {first!r} "
-        "is the name of one class, call the column class_name"
-    )
-    # The column's name declares class names; and without labels, classes do not matter.
+    targets = targets_in(csv(folder, f"path,label\n{rows}"))
+    assert targets.separator == next(c for c in first if not c.isalpha())
+    pieces = [set(label.split(targets.separator)) for label in labels.split()]
+    assert targets.names == tuple(sorted(set().union(*pieces)))
+    assert [{n for n, has in zip(targets.names, row, strict=True) if has} for row in targets.values] == pieces
+    assert targets.reason == f"label holds several labels per image, such as {first!r}"
+    # Who says so, in the column's name or otherwise, has classes of such names.
     assert set(open_manifest(csv(folder, f"path,class_name\n{rows}")).classes) == set(labels.split())
-    assert len(open_manifest(csv(folder, f"path,label\n{rows}"), unlabelled=True)) == 3
+    plain = open_manifest(csv(folder, f"path,label\n{rows}"), labelling=Labelling("classes"))
+    assert (set(plain.classes), plain.targets) == (set(labels.split()), None)
 
 
 @pytest.mark.parametrize(
@@ -174,16 +186,17 @@ def test_names_with_separators_are_classes(labels: list[str], folder: Path) -> N
 @pytest.mark.parametrize("labels", [["0.0", "0.333", "1.0"], ["0.0011", "12", "-3e-2"], ["0,5", "0,25", "1"]])
 def test_fractional_numbers_are_not_classes(labels: list[str], folder: Path) -> None:
     rows = "".join(f"{file};{label}\n" for file, label in zip(("a.png", "b.png", "c.png"), labels, strict=True))
-    message = refused(csv(folder, f"path;label\n{rows}"))
-    assert message.startswith("CSV has fractional numbers as labels (")
-    assert message.endswith(
-        "which are not classes; regression is not supported yet: use a class name for each image, or, if "
-        "every number is a class, call the column class_name"
-    )
+    numbers = [float(label.replace(",", ".")) for label in labels]
+    targets = targets_in(csv(folder, f"path;Target\n{rows}"))
+    assert (targets.kind, targets.names, targets.values.tolist()) == ("values", ("Target",), [[n] for n in numbers])
+    assert re.fullmatch(r"Target has numbers with fractions \(.*\)", targets.reason)
     assert len(open_manifest(csv(folder, f"path;class_name\n{rows}")).classes) == 3
-    numbers = pa.array([float(label.replace(",", ".")) for label in labels])
-    assert "fractional" in refused(parquet(folder, bytes=[b"1", b"2", b"3"], label=numbers))
-    assert len(open_parquet(parquet(folder, bytes=[b"1", b"2", b"3"], label=numbers), unlabelled=True)) == 3
+    held = parquet(folder, bytes=[b"1", b"2", b"3"], label=pa.array(numbers))
+    for unlabelled in (False, True):
+        found = targets_of(open_parquet(held, unlabelled=unlabelled))
+        assert found is not None
+        assert found.values.tolist() == targets.values.tolist()
+    assert len(open_parquet(held, labelling=Labelling("classes")).classes) == 3
 
 
 def test_integers_are_classes_unless_there_are_as_many_as_images(folder: Path) -> None:
@@ -193,9 +206,9 @@ def test_integers_are_classes_unless_there_are_as_many_as_images(folder: Path) -
     assert len(open_parquet(column([0.0, 1.0, 2.0])).classes) == 3
     assert len(open_parquet(column([n % 19 for n in range(19)])).classes) == 19
     assert len(open_parquet(column([n % 100 for n in range(200)])).classes) == 100
-    assert "has 150 different numbers for 200 images as labels (0, 1, 2, …)" in refused(
-        column([n % 150 for n in range(200)])
-    )
+    many = column([n % 150 for n in range(200)])
+    assert targets_in(many).reason == "label has 150 different numbers for 200 images"
+    assert len(open_parquet(many, unlabelled=True).classes) == 150  # of images to evaluate, there may be few
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
@@ -328,8 +341,7 @@ def test_invalid_csv_files(text: str | bytes, message: str, folder: Path) -> Non
         ([[1]], "JSONL, line 1 is not a JSON object; write one object per line"),
         ([{"image": 3, "label": 1}], "JSONL, line 1 has 3 instead of an image path; write a path"),
         ([{"image": "\ud800", "label": 1}], "JSONL, line 1 has '\\ud800', which is not a valid path; correct it"),
-        ([{"path": "a.png", "label": 0.5}], "JSONL has fractional numbers as labels (0.5), which are not classes"),
-        ([{"path": "a.png", "label": {"a": 1}}], "several labels per image"),
+        ([{"path": "a.png", "label": {"a": 1}}], "JSONL, line 1 has the label {'a': 1}; use a name or an integer"),
     ],
 )
 def test_invalid_jsonl_files(rows: Sequence[object], message: str, folder: Path) -> None:

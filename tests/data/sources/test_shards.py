@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from vitrail.data.sources import index_files, shards
 from vitrail.data.sources.shards import open_shards
 from vitrail.data.sources.tar import expand_pattern, members
+from vitrail.data.sources.targets import Targets, targets_of
 from vitrail.errors import DataError
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "pax": tarfile.PAX_FORMAT, "gnu": tarfile.GNU_FORMAT}
@@ -67,6 +68,23 @@ def test_images_and_labels(form: str, tmp_path: Path) -> None:
     assert [source.read(number) for number in range(len(source))] == [name.encode() * 100 for name in names]
     assert [source.key(number) for number in range(len(source))] == [f"one.tar/{name}.jpg" for name in names]
     assert source.name(1) == f"{path}/b/c.jpg"
+
+
+def test_several_labels_or_numbers(tmp_path: Path) -> None:
+    def targets(*labels: bytes) -> Targets:
+        files = [
+            (f"{n}.{suffix}", content)
+            for n, label in enumerate(labels)
+            for suffix, content in (("jpg", b""), ("json", label))
+        ]
+        found = targets_of(open_shards([str(write(tmp_path / "a.tar", files))]))
+        assert found is not None
+        return found
+
+    several = targets(b'{"label": ["x", "y"]}', b'{"label": []}', b'{"cls": "y"}')
+    assert (several.names, several.values.tolist()) == (("x", "y"), [[1, 1], [0, 0], [0, 1]])
+    numbers = targets(b'{"label": 0.5}', b'{"label": 3}')
+    assert (numbers.names, numbers.values.tolist()) == (("label",), [[0.5], [3.0]])
 
 
 names_in_tars = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0/"), min_size=1, max_size=140)
@@ -220,14 +238,7 @@ def refused(*paths: str | Path) -> str:
         ([("a.jpg", b""), ("a.json", b"{")], "a.tar/a.json is not JSON; correct it"),
         ([("a.jpg", b""), ("a.json", b'{"label": null}')], "a.tar/a.json has no label"),
         ([("a.jpg", b""), ("a.json", b'{"label": NaN}')], "a.tar/a.json has no label"),
-        (
-            [("a.jpg", b""), ("a.json", b'{"label": 0.5}')],
-            "a.tar has fractional numbers as labels (0.5), which are not classes",
-        ),
-        (
-            [("a.jpg", b""), ("a.json", b'{"label": [1, 2]}')],
-            "a.tar/a.json has several labels per image, [1, 2], which",
-        ),
+        ([("a.jpg", b""), ("a.json", b'{"label": [[1]]}')], "a.tar has [1] in a list of labels; list names or numbers"),
         (
             [("notes.md", b"")],
             "a.tar has no images (1 other file, such as notes.md); name them with one dot and one of the suff",

@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vitrail.data.sources.columns import IMAGE_COLUMNS, LABEL_COLUMNS
-from vitrail.data.sources.dataframes import by_split
-from vitrail.data.sources.in_memory import Fingerprint, Fingerprinted, InMemory, as_list, index_labels
+from vitrail.data.sources.columns import IMAGE_COLUMNS, LABEL_COLUMNS, Columns, choose_columns
+from vitrail.data.sources.dataframes import by_split, given_columns
+from vitrail.data.sources.in_memory import Fingerprint, Fingerprinted, InMemory, as_list, read_labels
 from vitrail.data.sources.items import FilePath, read_stored, stored_image
+from vitrail.data.sources.labelled import Labelled
 from vitrail.data.sources.source import Labels, Pixels, Source, stamp_file
+from vitrail.data.sources.targets import AUTOMATIC, Labelling, Targets
 from vitrail.errors import DataError, InputError
 from vitrail.text import printable_path
 
@@ -36,6 +38,7 @@ class Rows:
     column: str
     labels: Labels
     classes: tuple[str, ...]
+    targets: Targets | None = None
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -63,7 +66,7 @@ def is_huggingface(data: object) -> bool:
     return any(kind.__module__ in MODULES for kind in type(data).__mro__)
 
 
-def huggingface_data(dataset: Any) -> InMemory:
+def huggingface_data(dataset: Any, labelling: Labelling = AUTOMATIC) -> InMemory:
     """Open a `datasets.Dataset` with a column of images, and columns of labels and splits if it has them."""
     if not hasattr(dataset, "cast_column") or not hasattr(dataset, "__len__") or not hasattr(dataset, "_fingerprint"):
         raise InputError(
@@ -72,23 +75,49 @@ def huggingface_data(dataset: Any) -> InMemory:
         )
     if not len(dataset):
         raise DataError(f"{TITLE} is empty; give at least one image")
-    image, label = _image_column(dataset.features), _label_column(dataset.features)
+    image = _image_column(dataset.features)
     plain = dataset.with_format(None)
-    names: Sequence[str] | None = None
-    values: list[object] = [None] * len(plain)
-    if label is not None:
-        names = getattr(plain.features[label], "names", None)
-        values = as_list(plain.select_columns([label]).with_format("arrow")[:][label].to_pylist(), "the labels")
-    classes, labels = index_labels(values, names, title=TITLE, unit="row")
+    labelled = _read_labels(plain, image, labelling)
     rows = plain.select_columns([image])
     if hasattr(rows.features[image], "decode"):
         rows = rows.cast_column(image, type(rows.features[image])(decode=False))
-    digest = _fingerprint(dataset, rows, image, classes, labels)
-    source = Fingerprinted(Rows(rows, image, labels, classes), digest)
+    digest = _fingerprint(dataset, rows, image, labelled)
+    source = Fingerprinted(Rows(rows, image, labelled.labels, labelled.classes, labelled.targets), digest)
     splits: dict[str, Source] = {"train": source}
     if "split" in plain.features:
         splits = by_split(source, as_list(list(plain["split"]), "the splits"), TITLE, "row")
     return InMemory("huggingface", splits, digest)
+
+
+def _read_labels(plain: Any, image: str, labelling: Labelling) -> Labelled:
+    """Return the labels in the columns of a dataset."""
+
+    def read(name: str, what: str) -> list[object]:
+        return as_list(plain.select_columns([name]).with_format("arrow")[:][name].to_pylist(), what)
+
+    header = tuple(plain.features)
+    label = _label_column(plain.features)
+    columns = Columns(image, () if label is None else (label,), None, "split" if "split" in header else None, header)
+    if labelling.columns:
+        columns = columns._replace(labels=choose_columns(TITLE, header, labelling, images=[image.lower()]).labels)
+    if not columns.labels and not all(_is_number(plain.features[name]) for name in columns.others):
+        labelling = Labelling("classes")
+    given = given_columns(columns, labelling, len(plain), read)
+    if len(columns.labels) == 1:
+        given = given._replace(classes=_class_names(plain.features[columns.labels[0]]))
+    return read_labels(given, labelling, title=TITLE, unit="row")
+
+
+def _is_number(feature: Any) -> bool:
+    return str(getattr(feature, "dtype", "")).startswith(("bool", "int", "uint", "float", "decimal"))
+
+
+def _class_names(feature: Any) -> Sequence[str] | None:
+    """Return the names of classes, or of labels in lists."""
+    while isinstance(feature, list) or hasattr(feature, "feature"):
+        feature = feature[0] if isinstance(feature, list) else feature.feature
+    names: Sequence[str] | None = getattr(feature, "names", None)
+    return names
 
 
 def _image_column(features: Mapping[str, Any]) -> str:
@@ -109,7 +138,7 @@ def _label_column(features: Mapping[str, Any]) -> str | None:
     """Return the column of labels: by its name, else by its type."""
     by_name = {name.lower(): name for name in features}
     named = next((by_name[name] for name in LABEL_COLUMNS if name in by_name), None)
-    typed = [name for name, feature in features.items() if type(feature).__name__ == "ClassLabel"]
+    typed = [name for name, feature in features.items() if _class_names(feature) is not None]
     if named is None and len(typed) > 1:
         raise DataError(
             f"{TITLE} has several columns of labels ({', '.join(typed)}); call the one to use label, with rename_column"
@@ -117,9 +146,9 @@ def _label_column(features: Mapping[str, Any]) -> str | None:
     return named or next(iter(typed), None)
 
 
-def _fingerprint(dataset: Any, rows: Any, image: str, classes: Sequence[str], labels: Labels) -> str:
+def _fingerprint(dataset: Any, rows: Any, image: str, labelled: Labelled) -> str:
     fingerprint = Fingerprint()
-    fingerprint.add_labels(classes, labels)
+    fingerprint.add_labels(labelled)
     if rows.data.nbytes > MOST_DIGESTED:
         fingerprint.add(str(dataset._fingerprint))
         return fingerprint.hex

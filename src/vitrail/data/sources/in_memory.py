@@ -4,15 +4,20 @@ import hashlib
 import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from vitrail.data.sources.labels import check_classes, label_text, order_classes
-from vitrail.data.sources.source import Labels, Pixels, Source, Wrapped
+from vitrail.data.sources.cells import Cell, Reading, cell_of, check_cell
+from vitrail.data.sources.kinds import decide, decide_columns, required
+from vitrail.data.sources.labelled import CellColumn, Labelled, targets_in, with_strata
+from vitrail.data.sources.labels import label_text, order_classes
+from vitrail.data.sources.source import Pixels, Source, Wrapped
+from vitrail.data.sources.targets import Labelling
 from vitrail.errors import DataError, InputError
 
 TITLES = {
@@ -114,11 +119,16 @@ class Fingerprint:
         self._digest.update(len(value).to_bytes(8, "little"))
         self._digest.update(value)
 
-    def add_labels(self, classes: Iterable[str], labels: Labels) -> None:
+    def add_labels(self, labelled: Labelled) -> None:
         """Add the labels of all images."""
-        for name in classes:
+        for name in labelled.classes:
             self.add(name)
-        self.add(labels)
+        self.add(labelled.labels)
+        if labelled.targets is not None:
+            self.add(labelled.targets.kind)
+            for name in labelled.targets.names:
+                self.add(name)
+            self.add(labelled.targets.values)
 
     @property
     def hex(self) -> str:
@@ -134,10 +144,9 @@ def as_list(values: object, what: str) -> list[object]:
     if isinstance(values, Tensor):
         values = values.detach().cpu().numpy()
     if isinstance(values, np.ndarray):
-        if values.ndim != 1:
-            hint = ", such as labels.argmax(1) for one-hot rows" if values.ndim == 2 else ""
-            raise DataError(f"{what} have shape {values.shape}; give one label per image{hint}")
-        return list(values.tolist())
+        if values.ndim not in (1, 2):
+            raise DataError(f"{what} have shape {values.shape}; give one row per image")
+        return [_plain(value) for value in values] if values.dtype == object else list(values.tolist())
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise InputError(f"{what} are of type {type(values).__name__}; give one label per image")
     return [_plain(value) for value in values]
@@ -154,14 +163,108 @@ def _plain(value: Any) -> object:
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-def index_labels(
-    values: Sequence[object], names: Sequence[str] | None, *, title: str, unit: str
-) -> tuple[tuple[str, ...], Labels]:
-    """Return the classes, and the class index of every label; -1 for None.
+class GivenLabels(NamedTuple):
+    """Labels of images in memory, as they were given: a column, or one for each label or number."""
 
-    Integers are sorted numerically, texts alphabetically. With `names`, integers are indices into that list.
+    columns: tuple[list[object], ...]
+    names: tuple[str, ...] = ()
+    """The names of the columns, if they have some."""
+    classes: Sequence[str] | None = None
+    """Names of classes or labels that are integers."""
+    reading: Reading | None = None
+    """How they are read; None: whatever they look like."""
+
+
+def read_labels(given: GivenLabels, labelling: Labelling, *, title: str, unit: str) -> Labelled:
+    """Return the classes and the class index of every label, or the targets; -1 for images without labels.
+
+    Integers are sorted numerically, texts alphabetically. With class names, integers are indices into that list.
     """
-    numeric = _check_one_type(values, title, unit)
+    first, reading = given.columns[0], given.reading
+    if labelling.kind == "classes" or all(value is None for value in first):
+        reading = Reading()
+    if reading is None and len(given.columns) > 1:
+        rows = zip(*given.columns, strict=True)
+        reading = required(decide_columns(rows, given.names, labelling), given.names, labelling, title)
+    cells = [] if reading == Reading() else [_cells(values, given.classes, title, unit) for values in given.columns]
+    if reading is None:
+        numeric = all(isinstance(value, int | float | list | None) for value in first)
+        subject = given.names[0] if given.names else title
+        reading = decide(
+            Counter(cells[0]), labelling, subject, named=given.classes is not None, numeric=numeric,
+            column=bool(labelling.columns),
+        )  # fmt: skip
+    if reading.kind == "classes":
+        return _class_labels(first, given.classes, title, unit)
+    names = given.names or (title,)
+    columns = [
+        _checked(some, reading, name, title, unit, named=bool(given.names))
+        for name, some in zip(names, cells, strict=True)
+    ]
+    base = None if given.names else "value" if reading.kind == "values" else "label"
+    return targets_in(columns, reading, given.classes, place=title, base=base)
+
+
+def _cells(values: Sequence[object], classes: Sequence[str] | None, title: str, unit: str) -> list[Cell]:
+    """Return labels as cells; None for images without."""
+    known: dict[tuple[type, object], Cell] = {}
+    if classes is not None:
+        known[int, -1] = None  # Hugging Face writes -1 for an unknown label
+    cells: list[Cell] = []
+    for index, value in enumerate(values):
+        kind = type(value)
+        if kind not in (int, float, bool, str):
+            cells.append(cell_of(value, f"{unit} {index} of {title}"))
+            continue
+        if (kind, value) not in known:
+            known[kind, value] = cell_of(value, f"{unit} {index} of {title}")
+        cells.append(known[kind, value])
+    return cells
+
+
+def _checked(cells: Sequence[Cell], reading: Reading, name: str, title: str, unit: str, *, named: bool) -> CellColumn:
+    """Return a column of cells that are as expected."""
+    codes: dict[Cell, int] = {}
+    for index, cell in enumerate(cells):
+        if cell is not None and cell not in codes:
+            check_cell(cell, reading, f"{unit} {index} of {title}", name if named else None)
+            codes[cell] = len(codes)
+    return CellColumn(name, list(codes), np.array([-1 if cell is None else codes[cell] for cell in cells], np.int64))
+
+
+def array_labels(
+    labels: Pixels, names: Sequence[str] | None, labelling: Labelling, *, title: str, unit: str
+) -> Labelled:
+    """Return the targets in the rows of an array: integers 0 and 1 for each label, or numbers."""
+    if labels.dtype.kind not in "biuf" or not labels.shape[1]:
+        raise DataError(f"the labels of {title} have shape {labels.shape} and type {labels.dtype}; give numbers")
+    unknown = np.asarray(np.isnan(labels.astype(np.float64)).all(axis=1))
+    known, count = labels[~unknown], labels.shape[1]
+    bits = bool(((known == 0) | (known == 1)).all())
+    kind = labelling.kind
+    if kind is None and bits and count > 1 and not (known.sum(axis=1) == 1).all():
+        kind = "labels"
+    if kind is None and labels.dtype.kind == "f" and not (bits and count > 1):
+        kind = "values"
+    if kind not in ("labels", "values"):
+        hint = "such as labels.argmax(1) for one-hot rows, or 0 and 1 for several labels, or floats for numbers"
+        raise DataError(f"the labels have shape {labels.shape}; give one label per image, {hint}")
+    wrong = ~((known == 0) | (known == 1)) if kind == "labels" else ~np.isfinite(known)
+    if wrong.any():
+        row, column = (int(place) for place in np.argwhere(wrong)[0])
+        index, what = int(np.flatnonzero(~unknown)[row]), "0 or 1" if kind == "labels" else "a finite number"
+        raise DataError(f"{unit} {index} of {title} has {known[row, column]} in its labels; write {what}")
+    base = "label" if kind == "labels" else "value"
+    outputs = (base,) if count == 1 else tuple(f"{base} {number}" for number in range(count))
+    if names is not None and len(names) == count:
+        outputs = tuple(names)
+    reason = f"{title} has rows of {'0 and 1' if kind == 'labels' else 'numbers'}" if labelling.kind is None else ""
+    values = np.where(unknown[:, None], 0, labels).astype(np.uint8) if kind == "labels" else labels.astype(np.float64)
+    return with_strata(outputs, values, ~unknown, Reading(kind, "vectors", None, reason), title)
+
+
+def _class_labels(values: Sequence[object], names: Sequence[str] | None, title: str, unit: str) -> Labelled:
+    _check_one_type(values, title, unit)
     codes: dict[str, int] = {}
     found: dict[object, int] = {None: -1}
     if names is not None:
@@ -172,15 +275,12 @@ def index_labels(
         elif value not in found:  # a few classes have millions of images
             found[value] = codes.setdefault(label_text(value, f"{unit} {index} of {title}"), len(codes))
     numbers = np.array([found[value] for value in values], np.int64)
-    if names is None and numeric:
-        counts = np.bincount(numbers[numbers >= 0], minlength=len(codes)).tolist()
-        check_classes(dict(zip(codes, counts, strict=True)), title, "pass the labels as texts")
     classes, lookup = order_classes(list(codes), names, place=title)
-    return classes, lookup[numbers]
+    return Labelled(classes, lookup[numbers])
 
 
-def _check_one_type(values: Sequence[object], title: str, unit: str) -> bool:
-    """Raise for labels of several types: 1, "1" and True would be one class; return whether they are numbers."""
+def _check_one_type(values: Sequence[object], title: str, unit: str) -> None:
+    """Raise for labels of several types: 1, "1" and True would be one class."""
     first: dict[str, int] = {}
     for index, value in enumerate(values):
         kind = "int" if type(value) in (int, float) else type(value).__name__
@@ -189,7 +289,6 @@ def _check_one_type(values: Sequence[object], title: str, unit: str) -> bool:
     if len(first) > 1:
         (one, here), (other, there) = list(first.items())[:2]
         raise DataError(f"{title} has labels of type {one} ({unit} {here}) and {other} ({unit} {there}); use one type")
-    return "int" in first
 
 
 def note_slow(what: str, count: int) -> None:

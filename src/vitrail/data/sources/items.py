@@ -12,8 +12,18 @@ from torch import Tensor
 from vitrail.data.decode import to_bytes
 from vitrail.data.image_files import quiet, turn_of, turned
 from vitrail.data.inputs import A_URL, Item, is_url, item_of
-from vitrail.data.sources.in_memory import Fingerprint, Fingerprinted, InMemory, as_list, index_labels
+from vitrail.data.sources.in_memory import (
+    Fingerprint,
+    Fingerprinted,
+    GivenLabels,
+    InMemory,
+    array_labels,
+    as_list,
+    read_labels,
+)
+from vitrail.data.sources.labelled import Labelled
 from vitrail.data.sources.source import Arrays, Labels, Pixels, Source, Subset, read_file, stamp_file
+from vitrail.data.sources.targets import AUTOMATIC, Labelling, Targets
 from vitrail.errors import DataError, InputError, VitrailError
 from vitrail.text import printable_path
 
@@ -44,6 +54,7 @@ class Items:
     digest: str
     unit: str = "image"
     """How an image without a path is called, with its number."""
+    targets: Targets | None = None
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -133,16 +144,15 @@ def _pillow_pixels(image: Image.Image, where: str) -> Pixels:
 # ── arrays ──
 
 
-def array_data(images: Any, labels: object | None) -> InMemory:
+def array_data(images: Any, labels: object | None, labelling: Labelling = AUTOMATIC) -> InMemory:
     """Open images in one array or tensor, with a label for each, or None."""
     array = _image_array(images)
-    listed = _labels_of(len(array), labels)
-    classes, indices = index_labels(listed, None, title="the array data", unit="image")
+    labelled = _labels_of(len(array), labels, None, labelling, title="the array data", unit="image")
     fingerprint = Fingerprint()
-    fingerprint.add_labels(classes, indices)
+    fingerprint.add_labels(labelled)
     fingerprint.add(array)
-    source = Fingerprinted(Arrays(array, indices, classes), fingerprint.hex)
-    return InMemory("arrays", {"train": source}, fingerprint.hex)
+    arrays = Arrays(array, labelled.labels, labelled.classes, labelled.targets)
+    return InMemory("arrays", {"train": Fingerprinted(arrays, fingerprint.hex)}, fingerprint.hex)
 
 
 def _image_array(images: Any) -> Pixels:
@@ -168,7 +178,7 @@ def _image_array(images: Any) -> Pixels:
 # ── lists ──
 
 
-def list_data(items: Sequence[object]) -> InMemory:
+def list_data(items: Sequence[object], labelling: Labelling = AUTOMATIC) -> InMemory:
     """Open a list of (image, label), or of images without labels."""
     if not len(items):
         raise DataError("the list of images is empty; give at least one image")
@@ -178,43 +188,47 @@ def list_data(items: Sequence[object]) -> InMemory:
         raise DataError(f"item {odd} of the list has no label, but others have; pass (image, label) for all, or none")
     images = [item[0] if pairs[0] else item for item in items]  # type: ignore[index]  # pairs have items
     labels = [item[1] for item in items] if pairs[0] else None  # type: ignore[index]
-    return column_data("list", images, labels)
+    return column_data(images, labels, labelling)
 
 
-def column_data(
-    kind: str, images: Sequence[object], labels: object | None, names: Sequence[str] | None = None, unit: str = "item"
-) -> InMemory:
-    """Open images of any kind, with a label for each, or None."""
-    source = item_source(InMemory(kind, {}, "").title, images, labels, names, unit)
-    return InMemory(kind, {"train": source}, source.digest)
-
-
-def item_source(
-    title: str, images: Sequence[object], labels: object | None, names: Sequence[str] | None, unit: str
-) -> Items:
-    """Return the source of images of any kind."""
+def column_data(images: Sequence[object], labels: object | None, labelling: Labelling = AUTOMATIC) -> InMemory:
+    """Open a list of images of any kind, with a label for each, or None."""
     if not len(images):
-        raise DataError(f"{title} has no images; give at least one")
-    classes, indices = index_labels(_labels_of(len(images), labels), names, title=title, unit=unit)
+        raise DataError("the list has no images; give at least one")
+    labelled = _labels_of(len(images), labels, None, labelling, title="the list", unit="item")
+    source = item_source("the list", images, labelled, unit="item")
+    return InMemory("list", {"train": source}, source.digest)
+
+
+def item_source(title: str, images: Sequence[object], labelled: Labelled, unit: str) -> Items:
+    """Return the source of images of any kind."""
     stored = [stored_image(image, f"{unit} {index} of {title}") for index, image in enumerate(images)]
     _check_files(stored, title, unit)
     fingerprint = Fingerprint()
-    fingerprint.add_labels(classes, indices)
+    fingerprint.add_labels(labelled)
     for image in stored:
         if isinstance(image, FilePath):
             fingerprint.add(image.path)
             fingerprint.add(str(stamp_file(image.path, printable_path(image.path))[0]))
         else:
             fingerprint.add(image)
-    return Items(stored, indices, classes, fingerprint.hex, unit)
+    return Items(stored, labelled.labels, labelled.classes, fingerprint.hex, unit, labelled.targets)
 
 
-def _labels_of(images: int, labels: object | None) -> list[object]:
-    """Return one label per image; None for all without labels."""
-    listed: list[object] = [None] * images if labels is None else as_list(labels, "the labels")
+def _labels_of(
+    images: int, labels: object | None, names: Sequence[str] | None, labelling: Labelling, *, title: str, unit: str
+) -> Labelled:
+    """Return what images are labelled with; None: nothing."""
+    if isinstance(labels, Tensor):
+        labels = labels.detach().cpu().numpy()
+    listed: Any = [None] * images if labels is None else labels
+    if not (isinstance(labels, np.ndarray) and labels.ndim == 2):
+        listed = as_list(listed, "the labels")
     if len(listed) != images:
         raise DataError(f"{images:,} images with {len(listed):,} labels; give one label per image")
-    return listed
+    if isinstance(listed, np.ndarray):
+        return array_labels(listed, names, labelling, title=title, unit=unit)
+    return read_labels(GivenLabels((listed,), classes=names), labelling, title=title, unit=unit)
 
 
 def _check_files(stored: Sequence[Stored], title: str, unit: str) -> None:

@@ -2,19 +2,13 @@
 
 import math
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from vitrail.data.sources.source import Labels
 from vitrail.errors import DataError
 
-JOINTS = "|;,"
-"""Separators between the labels of a multi-label image."""
-MANY_NUMBERS, FEW_EACH = 20, 2.0
-"""At least this many distinct integers, with fewer images each, are regression targets and not classes."""
-_NUMBER = re.compile(r"[+-]?(\d+([.,]\d*)?|[.,]\d+)([eE][+-]?\d+)?")
 _WHOLE_NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")
 
 
@@ -28,42 +22,24 @@ def label_text(value: object, where: str) -> str:
         raise DataError(f"{where} has no label; add one, or remove the image")
     if isinstance(value, int):
         return str(value)
-    text = value.strip() if isinstance(value, str) else ""
-    if isinstance(value, list | tuple | dict) or (text.startswith("[") and text.endswith("]")):
-        raise DataError(
-            f"{where} has several labels per image, {_short(value)}, which is not supported: "
-            "only single-label classification for now"
-        )
-    if isinstance(value, str) and text.lower() in ("", "nan", "null"):
-        raise DataError(f"{where} has no label (found {value!r}); add one, or remove the image")
+    if isinstance(value, list | tuple):
+        raise DataError(f"{where} has several labels, {short(value)}, where others have one class; write one label")
     if not isinstance(value, str):
-        raise DataError(f"{where} has the label {_short(value)}; use a name or an integer")
-    return text
+        raise DataError(f"{where} has the label {short(value)}; use a name or an integer")
+    if is_missing(value):
+        raise DataError(f"{where} has no label (found {value!r}); add one, or remove the image")
+    return value.strip()
 
 
-def _short(value: object) -> str:
+def is_missing(text: str) -> bool:
+    """Whether a text stands for no label."""
+    return text.strip().lower() in ("", "nan", "null")
+
+
+def short(value: object) -> str:
+    """Return a label as messages quote it."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def check_classes(images: Mapping[str, int], place: str, remedy: str) -> None:
-    """Raise for labels that are clearly not classes: joined labels, or regression targets.
-
-    `images` counts the images of each label; `remedy` tells how to use them as classes anyway.
-    """
-    numbers = {text: float(text.replace(",", ".")) for text in images if _NUMBER.fullmatch(text)}
-    if images and len(numbers) == len(images):
-        _check_numbers(numbers, sum(images.values()), place, remedy)
-        return
-    for joint in JOINTS:
-        joined = {text: _pieces(text, joint) for text in images if joint in text}
-        advice = _several(joined, images, certain=joint == "|")
-        if advice is not None:
-            raise DataError(
-                f"{place} has labels that look like several joined by {joint!r}, such as {_short(advice)}; several "
-                f"labels per image are not supported yet: keep one label per image, or, if {_short(advice)} is the "
-                f"name of one class, {remedy}"
-            )
 
 
 def order_classes(
@@ -89,38 +65,6 @@ def order_classes(
             f"{place} has the label {unknown!r}, which is not one of its {len(names)} classes; correct the label"
         )
     return tuple(names), np.array([*(numbers[text] for text in labels), -1], np.int64)
-
-
-def _check_numbers(numbers: Mapping[str, float], images: int, place: str, remedy: str) -> None:
-    fractions = not all(number.is_integer() for number in numbers.values())
-    if not fractions and (len(numbers) < MANY_NUMBERS or images >= FEW_EACH * len(numbers)):
-        return
-    some = ", ".join(sorted(numbers, key=lambda text: numbers[text])[:3]) + (", …" if len(numbers) > 3 else "")
-    what = "fractional numbers" if fractions else f"{len(numbers):,} different numbers for {images:,} images"
-    raise DataError(
-        f"{place} has {what} as labels ({some}), which are not classes; regression is not supported yet: "
-        f"use a class name for each image, or, if every number is a class, {remedy}"
-    )
-
-
-def _pieces(text: str, joint: str) -> list[str]:
-    return [piece.strip() for piece in text.split(joint) if piece.strip()]
-
-
-def _several(joined: Mapping[str, Sequence[str]], labels: Mapping[str, int], *, certain: bool) -> str | None:
-    """Return a label that joins several: its pieces are labels, too. One piece is enough for a `certain` separator.
-
-    Class names may contain commas ("tench, Tinca tinca"), and sometimes a piece is another class's name. So for commas,
-    at least half of the labels with a separator must consist of pieces that others have.
-    """
-    uses = Counter(piece for pieces in joined.values() for piece in set(pieces))
-    uses.update(label.strip() for label in labels if label not in joined)
-    several = [
-        text
-        for text, pieces in joined.items()
-        if len(pieces) > 1 and (any if certain else all)(uses[piece] > 1 for piece in pieces)
-    ]
-    return several[0] if several and (certain or 2 * len(several) >= len(joined)) else None
 
 
 # ── faults ──

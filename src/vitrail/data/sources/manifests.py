@@ -6,7 +6,7 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,12 +20,16 @@ from vitrail.data.sources.columns import (
     LABEL_COLUMNS,
     Columns,
     LabelCollector,
+    LabelRequest,
     ManifestRow,
+    ReadRows,
     choose_columns,
+    request_labels,
 )
 from vitrail.data.sources.index_files import Names, NamesBuilder, Progress
 from vitrail.data.sources.labels import Faults, report_faults
 from vitrail.data.sources.source import Labels, read_file, reason_of, stamp_file
+from vitrail.data.sources.targets import AUTOMATIC, Labelling, Targets
 from vitrail.errors import DataError
 from vitrail.text import printable_path
 
@@ -45,6 +49,7 @@ class Manifest:
     labels: Labels
     split_of: NDArray[np.int8] | None
     """The split of every image: 0 train, 1 validation, 2 test; None if the manifest has no split column."""
+    targets: Targets | None = None
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -83,6 +88,7 @@ class Manifest:
 def open_manifest(
     place: str | os.PathLike[str],
     *,
+    labelling: Labelling = AUTOMATIC,
     unlabelled: bool = False,
     faults: Faults | None = None,
     on_progress: Progress | None = None,
@@ -93,10 +99,19 @@ def open_manifest(
     """
     place = os.fspath(place)
     read = read_jsonl if path_in(place).lower().endswith(".jsonl") else read_csv
+
+    def rows_of(labels: tuple[str, ...]) -> Iterable[ManifestRow]:
+        """Yield the rows as far as they can be read, with the labels of some columns."""
+        with suppress(DataError), read_in_words(place):
+            yield from read(place, Labelling(columns=labels), unlabelled=True)[1]
+
     with read_in_words(place):
-        columns, rows = read(place, unlabelled)
+        columns, rows = read(place, labelling, unlabelled=unlabelled)
+        request = request_labels(place, columns, labelling, rows_of, unlabelled=unlabelled)
+        if request.columns.labels != columns.labels:
+            rows = read(place, Labelling(columns=request.columns.labels))[1]
     rows = _to_the_end(place, rows)
-    return manifest_of(place, columns, rows, unit="line", unlabelled=unlabelled, faults=faults, on_progress=on_progress)
+    return manifest_of(place, request, rows, rows_of, unit="line", faults=faults, on_progress=on_progress)
 
 
 def _to_the_end(place: str, rows: Iterable[ManifestRow]) -> Iterator[ManifestRow]:
@@ -112,7 +127,7 @@ def _to_the_end(place: str, rows: Iterable[ManifestRow]) -> Iterator[ManifestRow
 
 
 def _faulty(number: int, fault: str) -> ManifestRow:
-    return ManifestRow(number, None, None, None, None, fault)
+    return ManifestRow(number, None, fault=fault)
 
 
 @contextmanager
@@ -130,42 +145,43 @@ def read_in_words(place: str) -> Iterator[None]:
 
 def manifest_of(
     place: str,
-    columns: Columns,
+    request: LabelRequest,
     rows: Iterable[ManifestRow],
+    rows_of: ReadRows,
     *,
     unit: str,
     names: Sequence[str] | None = None,
-    unlabelled: bool = False,
     faults: Faults | None = None,
     on_progress: Progress | None = None,
 ) -> Manifest:
     """Create a source from rows whose images are paths."""
     forget_versions()
-    labels = LabelCollector(place, columns, unit=unit, any_label=unlabelled)
+    labels = LabelCollector(place, request, rows_of, unit=unit, names=names)
     paths = NamesBuilder()
-    first: dict[bytes, tuple[int, int]] = {}
+    first: dict[bytes, tuple[int, tuple[int, ...]]] = {}
     wrong, missing = _Several(), _Several()
     for count, row in enumerate(rows, start=1):
         try:
             path = path_of(row, f"{printable_path(place)}, {unit} {row.number}")
-            code, split = labels.read(row)
+            codes, split = labels.read(row)
             file = listed_path(place, path)
             file = file if is_remote(file) else os.path.normpath(file)
-            before, its_code = first.setdefault(file, (row.number, code))
+            before, its_codes = first.setdefault(file, (row.number, codes))
             if before != row.number:
-                _raise_duplicate(place, unit, path, (before, row.number), several=code != its_code)
+                _raise_duplicate(place, unit, path, (before, row.number), several=codes != its_codes)
         except DataError as fault:
             wrong.add(str(fault))
             continue
         if _is_file(file):
             paths.extend([path])
-            labels.keep(code, split)
+            labels.keep(codes, split)
         else:
             missing.add(printable_path(path))
         if on_progress is not None and not count % PROGRESS_EVERY:
             on_progress(count)
     report_faults([*wrong.sentences(), *_not_there(place, missing, faults is not None)], printable_path(place), faults)
-    return Manifest(place, Names(*paths.arrays()), *labels.finish(names))
+    labelled, split_of = labels.finish()
+    return Manifest(place, Names(*paths.arrays()), labelled.classes, labelled.labels, split_of, labelled.targets)
 
 
 class _Several:
@@ -210,9 +226,7 @@ def path_of(row: ManifestRow, where: str) -> bytes:
 def _raise_duplicate(place: str, unit: str, path: bytes, lines: tuple[int, int], *, several: bool) -> None:
     where = f"{printable_path(path)} is listed twice in {printable_path(place)}, on {unit}s {lines[0]} and {lines[1]}"
     if several:
-        raise DataError(
-            f"{where}: several labels per image are not supported, only single-label classification for now"
-        )
+        raise DataError(f"{where}, with different labels; list each image once, several labels in one {unit}: cat;dog")
     raise DataError(f"{where}; list each image once")
 
 
@@ -240,10 +254,12 @@ def _is_file(path: bytes) -> bool:
         return False
 
 
-def read_csv(place: str, unlabelled: bool) -> tuple[Columns, Iterator[ManifestRow]]:
+def read_csv(
+    place: str, labelling: Labelling = AUTOMATIC, *, unlabelled: bool = False
+) -> tuple[Columns, Iterator[ManifestRow]]:
     """Return the columns and rows of a CSV file, with commas, semicolons or tabs as separators."""
     delimiter, header = _header(place)
-    columns = choose_columns(place, header, unlabelled=unlabelled)
+    columns = choose_columns(place, header, labelling, unlabelled=unlabelled)
     return columns, _csv_rows(place, delimiter, header, columns)
 
 
@@ -264,8 +280,9 @@ def _header(place: str) -> tuple[str, list[str]]:
 
 
 def _csv_rows(place: str, delimiter: str, header: list[str], columns: Columns) -> Iterator[ManifestRow]:
-    places = [None if column is None else header.index(column) for column in columns]
-    name = {",": "commas", ";": "semicolons", "\t": "tabs"}[delimiter]
+    image, labels = header.index(columns.image), [header.index(column) for column in columns.labels]
+    name, split = (None if column is None else header.index(column) for column in (columns.name, columns.split))
+    separator = {",": "commas", ";": "semicolons", "\t": "tabs"}[delimiter]
     with open_stored_text(place, newline="") as file:
         reader = csv.reader(file, delimiter=delimiter)
         lines = _csv_lines(place, reader)
@@ -279,10 +296,16 @@ def _csv_rows(place: str, delimiter: str, header: list[str], columns: Columns) -
                     reader.line_num,
                     f"{printable_path(place)}, line {reader.line_num} has {actual}, but the header has "
                     f"{len(header)}; put "
-                    f"fields with {name} in quotes",
+                    f"fields with {separator} in quotes",
                 )
                 continue
-            yield ManifestRow(reader.line_num, *(None if at is None else fields[at] for at in places))
+            yield ManifestRow(
+                reader.line_num,
+                fields[image],
+                tuple([fields[at] for at in labels]),
+                None if name is None else fields[name],
+                None if split is None else fields[split],
+            )
 
 
 def _csv_lines(place: str, reader: Iterator[list[str]]) -> Iterator[list[str]]:
@@ -292,13 +315,15 @@ def _csv_lines(place: str, reader: Iterator[list[str]]) -> Iterator[list[str]]:
         raise DataError(f"{printable_path(place)} is not a valid CSV file: {fault}") from None
 
 
-def read_jsonl(place: str, unlabelled: bool) -> tuple[Columns, Iterator[ManifestRow]]:
+def read_jsonl(
+    place: str, labelling: Labelling = AUTOMATIC, *, unlabelled: bool = False
+) -> tuple[Columns, Iterator[ManifestRow]]:
     """Return the columns and rows of a file with one JSON object per line."""
     lines = [fields for _, fields in itertools.islice(_json_lines(place), 1)]
     first = next((fields for _, fields in _json_lines(place) if isinstance(fields, dict)), None)
     if first is None:
         raise DataError(str(lines[0]) if lines else f"{printable_path(place)} lists no images; add one line per image")
-    columns = choose_columns(place, list(first), unlabelled=unlabelled)
+    columns = choose_columns(place, list(first), labelling, unlabelled=unlabelled)
     return columns, _json_rows(place, columns)
 
 
@@ -307,8 +332,9 @@ def _json_rows(place: str, columns: Columns) -> Iterator[ManifestRow]:
         if isinstance(fields, str):
             yield _faulty(number, fields)
         else:
-            image, label, name, split = (None if column is None else fields.get(column) for column in columns)
-            yield ManifestRow(number, image, label, name, split)
+            labels = tuple([fields.get(column) for column in columns.labels])
+            name, split = (None if column is None else fields.get(column) for column in (columns.name, columns.split))
+            yield ManifestRow(number, fields.get(columns.image), labels, name, split)
 
 
 def _json_lines(place: str) -> Iterator[tuple[int, dict[str, object] | str]]:

@@ -1,12 +1,12 @@
 """Detect the kind of a dataset, and open it."""
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 
+from vitrail.data.sources.alignment import Renumbered, not_trainable, renumber, strange_classes
 from vitrail.data.sources.detection import are_tables, group_shards, kind_of, look_into, split_folders
 from vitrail.data.sources.folders import open_folder
 from vitrail.data.sources.given import Data, given_data, saved_data
@@ -15,53 +15,38 @@ from vitrail.data.sources.in_memory import InMemory
 from vitrail.data.sources.index_files import Progress
 from vitrail.data.sources.labels import Faults, report_faults
 from vitrail.data.sources.manifests import open_manifest
-from vitrail.data.sources.parquet import Table, Tables, open_parquet, open_tables
+from vitrail.data.sources.parquet import Table, open_parquet
+from vitrail.data.sources.parquet_files import Tables, open_tables
 from vitrail.data.sources.shards import open_shards
-from vitrail.data.sources.source import Keyed, Labels, Pixels, Source, digits
+from vitrail.data.sources.source import Source, digits
 from vitrail.data.sources.splits import (
     Splits,
     check_counts,
     check_subset,
+    draw_split,
     make_record,
     split_indices,
     split_of,
     split_source,
     splits_from_record,
     take_subset,
-    too_few,
+    too_few_images,
 )
 from vitrail.data.sources.tar import expand_pattern
-from vitrail.errors import DataError
+from vitrail.data.sources.targets import (
+    AUTOMATIC,
+    IGNORED,
+    Labelling,
+    labelling_record,
+    recorded_labelling,
+    resolved,
+    targets_of,
+)
+from vitrail.errors import ConfigError, DataError
 from vitrail.text import plural, printable_path
 
-
-@dataclass(frozen=True, eq=False)
-class Renumbered:
-    """A source whose class indices are those of another source, so that one model fits both."""
-
-    base: Source
-    classes: tuple[str, ...]
-    labels: Labels
-
-    def __len__(self) -> int:
-        """Return the number of images."""
-        return len(self.base)
-
-    def key(self, index: int) -> str:
-        """Return the key of an image."""
-        return self.base.key(index) if isinstance(self.base, Keyed) else self.base.name(index)
-
-    def name(self, index: int) -> str:
-        """Return a readable name of an image."""
-        return self.base.name(index)
-
-    def read(self, index: int) -> bytes | Pixels:
-        """Return an image as it is stored."""
-        return self.base.read(index)
-
-    def stamp(self, index: int) -> tuple[int, int]:
-        """Return two numbers that change when the stored image does."""
-        return self.base.stamp(index)
+S = TypeVar("S", bound=Source)
+T = TypeVar("T")
 
 
 def open_data(
@@ -73,6 +58,7 @@ def open_data(
     fraction: float = 1.0,
     per_class: int | None = None,
     record: Mapping[str, Any] | None = None,
+    labelling: Labelling = AUTOMATIC,
     faults: Faults | None = None,
     on_progress: Progress | None = None,
 ) -> Splits:
@@ -84,34 +70,43 @@ def open_data(
 
     `fraction` keeps only this fraction of every class in the training split, `per_class` at most this many images of
     it; with the same seed, a smaller subset is contained in every larger one. The `record` of an earlier split
-    reproduces it, regardless of `seed` and the fractions. With `faults`, unusable items are skipped and named there,
+    reproduces it, regardless of `seed` and the fractions. `labelling` tells what the images are labelled with, and in
+    which columns; by default, whatever the labels look like. With `faults`, unusable items are skipped and named there,
     and data that cannot be split is used for training only.
     """
     check_subset(fraction, per_class)
-    opened = given_data(data, on_progress)
+    labelling = recorded_labelling(record) or labelling
+    opened = given_data(data, on_progress, labelling=labelling)
     title = title_of(opened)
-    named = _labelled_splits(opened) if isinstance(opened, InMemory) else _open_splits(opened, faults, on_progress)
+    if isinstance(opened, InMemory):
+        named = _labelled_splits(opened)
+    else:
+        named = _open_splits(opened, labelling, faults, on_progress)
     train = named["train"]
-    wrong = _too_few_classes(title, train)
+    wrong = not_trainable(title, train)
     for name in named.keys() - {"train"}:
         strange = strange_classes(named[name], train, f"the {name} split of {title}")
-        if strange and faults is not None:
+        if strange and faults is not None and targets_of(train) is None:
             labelled = np.isin(np.array(named[name].classes)[named[name].labels], np.array(train.classes))
             named[name] = split_of(named[name], np.flatnonzero(labelled))
         wrong += strange
     if faults is None:
         report_faults(wrong, title, None)
     named |= {name: renumber(named[name], train) for name in named.keys() - {"train"}}
+    if per_class is not None and targets_of(train) is not None:
+        raise ConfigError(f"per_class is {per_class}, but the images of {title} have no classes; use fraction")
     if record is not None:
         return _as_recorded(named, record)
     alone = len(named) == 1
     fractions = {"val": val, "test": test} if alone else {"val": val} if "val" not in named and val > 0 else {}
     if faults is not None:
-        few = too_few(train.labels, val=fractions.get("val", 0), test=fractions.get("test", 0), classes=train.classes)
+        few = too_few_images(train, val=fractions.get("val", 0), test=fractions.get("test", 0))
         faults += [*wrong, *few]
         if wrong or few:
             return Splits(train, named.get("val"), named.get("test"), {})
     whole = split_source(train, seed=seed, val=val, test=test) if alone else _draw_val(named, seed, fractions)
+    kept = labelling_record(labelling, train)
+    whole = whole._replace(record={**whole.record, **kept})
     return take_subset(whole, seed=seed, fraction=fraction, per_class=per_class)
 
 
@@ -119,9 +114,7 @@ def _draw_val(named: Mapping[str, Source], seed: int, fractions: Mapping[str, fl
     """Return the splits that the data defines; the validation split is drawn if it has a fraction."""
     train, val, test = named["train"], named.get("val"), named.get("test")
     if fractions:
-        for_train, for_val, _ = split_indices(
-            train.labels, seed=seed, val=fractions["val"], test=0, classes=train.classes
-        )
+        for_train, for_val, _ = draw_split(train, seed=seed, val=fractions["val"], test=0)
         train, val = split_of(train, for_train), split_of(train, for_val)
     record = make_record("given", train, val, test, seed=seed if fractions else None, fractions=fractions)
     return Splits(train, val, test, record)
@@ -139,30 +132,22 @@ def _labelled_splits(data: InMemory) -> dict[str, Source]:
     return dict(data.splits)
 
 
-def _too_few_classes(title: str, train: Source) -> list[str]:
-    present = np.unique(train.labels)
-    if len(present) > 1:
-        return []
-    actual = f"only one class, {train.classes[present[0]]!r}" if len(present) else "no images to train on"
-    return [f"{title} has {actual}; training needs at least two classes"]
-
-
-def open_unlabelled(data: Data, *, seed: int = 0, val: float = 0.05) -> Splits:
+def open_unlabelled(data: Data, *, seed: int = 0, val: float = 0.05, labelling: Labelling = AUTOMATIC) -> Splits:
     """Open images to pretrain on: a training split, and a validation split drawn from it; no labels are needed.
 
-    If the data defines splits, only its training split is used. Classes are kept if all images have one; otherwise all
-    images are of the class "image".
+    If the data defines splits, only its training split is used. Classes are kept if all images have one; otherwise, as
+    with several labels or numbers, all images are of the class "image".
     """
-    opened = given_data(data)
+    opened = given_data(data, labelling=labelling)
     if isinstance(opened, InMemory) and "train" in opened.splits:
         source = opened.splits["train"]
     elif isinstance(opened, str) and _has_splits(opened):
-        source = _open_splits(opened, None, None)["train"]
+        source = _open_splits(opened, labelling, None, None)["train"]
     else:
-        source = open_source(opened)
+        source = open_source(opened, labelling=labelling)
     nothing = np.zeros_like(source.labels)
-    if (source.labels < 0).any():
-        source = Renumbered(source, ("image",), nothing)
+    if (source.labels < 0).any() or targets_of(source) is not None:
+        source = Renumbered(source, ("image",), nothing, IGNORED)
     if len(source) < 2:
         raise DataError(f"{title_of(opened)} has {plural(len(source), 'image')}; pretraining needs at least two")
     # Not by class: a rare one need not be in both splits.
@@ -182,29 +167,29 @@ def _has_splits(place: str) -> bool:
     return bool(split_folders(place, inside.folders)) or (bool(inside.shards) and len(group_shards(inside.shards)) > 1)
 
 
-def open_source(data: Data, *, on_progress: Progress | None = None) -> Source:
+def open_source(data: Data, *, labelling: Labelling = AUTOMATIC, on_progress: Progress | None = None) -> Source:
     """Open data as one source, to predict or evaluate. Images without a class have label -1."""
-    place = given_data(data, on_progress)
+    place = given_data(data, on_progress, labelling=labelling)
     if isinstance(place, str) and is_saved(place):
-        place = saved_data(place)
+        place = saved_data(place, labelling)
     if isinstance(place, InMemory):
         return _only_split(place)
     kind = kind_of(place)
     if kind == "digits":
         return digits()
     if kind == "pattern":
-        return _one(place, group_shards(expand_pattern(place)), on_progress)
+        return _one(place, group_shards(expand_pattern(place)), labelling, on_progress)
     if kind == "folder":
         inside = look_into(place)
         if folders := split_folders(place, inside.folders):
             splits = ", ".join(sorted(os.path.basename(folder) for folder in folders.values()))
             raise DataError(f"{printable_path(place)} has the splits {splits}; give the folder of one of them")
         if inside.shards:
-            return _one(place, group_shards(inside.shards), on_progress)
+            return _one(place, group_shards(inside.shards), labelling, on_progress)
         return open_folder(place, unlabelled=True, on_progress=on_progress)
     if kind == "shard":
-        return open_shards([place], unlabelled=True, on_progress=on_progress)
-    return _open_table(place, True, None, on_progress)
+        return open_shards([place], labelling=labelling, unlabelled=True, on_progress=on_progress)
+    return _open_table(place, labelling, True, None, on_progress)
 
 
 def _only_split(data: InMemory) -> Source:
@@ -213,7 +198,7 @@ def _only_split(data: InMemory) -> Source:
     return next(iter(data.splits.values()))
 
 
-def _one(place: str, shards: dict[str, list[str]], on_progress: Progress | None) -> Source:
+def _one(place: str, shards: dict[str, list[str]], labelling: Labelling, on_progress: Progress | None) -> Source:
     """Open shards as one source, unless they belong to several splits."""
     if len(shards) > 1:
         raise DataError(
@@ -221,34 +206,38 @@ def _one(place: str, shards: dict[str, list[str]], on_progress: Progress | None)
         )
     paths = next(iter(shards.values()))
     if are_tables(paths):
-        return open_tables(paths, unlabelled=True, on_progress=on_progress)
-    return open_shards(paths, unlabelled=True, on_progress=on_progress)
+        return open_tables(paths, labelling=labelling, unlabelled=True, on_progress=on_progress)
+    return open_shards(paths, labelling=labelling, unlabelled=True, on_progress=on_progress)
 
 
-def _open_splits(place: str, faults: Faults | None, on_progress: Progress | None) -> dict[str, Source]:
+def _open_splits(
+    place: str, labelling: Labelling, faults: Faults | None, on_progress: Progress | None
+) -> dict[str, Source]:
     """Open the splits that the data defines; data without splits is all "train"."""
     if is_saved(place):
-        return _saved_splits(place)
+        return _labelled_splits(saved_data(place, labelling))
     kind = kind_of(place)
     if kind == "digits":
         return {"train": digits()}
     if kind == "pattern":
-        return _open_shards_of_splits(place, expand_pattern(place), faults, on_progress)
+        return _open_shards_of_splits(place, expand_pattern(place), labelling, faults, on_progress)
     if kind == "folder":
         inside = look_into(place)
         if splits := split_folders(place, inside.folders):
-            return {name: _open_split(folder, faults, on_progress) for name, folder in splits.items()}
+            return _alike(splits, labelling, lambda folder, some: _open_split(folder, some, faults, on_progress))
         if inside.shards:
-            return _open_shards_of_splits(place, inside.shards, faults, on_progress)
+            return _open_shards_of_splits(place, inside.shards, labelling, faults, on_progress)
         return {"train": open_folder(place, faults=faults, on_progress=on_progress)}
     if kind == "shard":
-        return {"train": open_shards([place], on_progress=on_progress)}
-    return _splits_in(place, _open_table(place, False, faults, on_progress))
+        return {"train": open_shards([place], labelling=labelling, on_progress=on_progress)}
+    return _splits_in(place, _open_table(place, labelling, False, faults, on_progress))
 
 
-def _saved_splits(place: str) -> dict[str, Source]:
-    """Open a folder written by `save_to_disk`."""
-    return _labelled_splits(saved_data(place))
+def _alike(places: Mapping[str, T], labelling: Labelling, opened: Callable[[T, Labelling], S]) -> dict[str, S]:
+    """Open splits, first train: the labels of the others are read as its labels."""
+    sources = {"train": opened(places["train"], labelling)}
+    labelling = resolved(labelling, sources["train"])
+    return {name: sources[name] if name in sources else opened(place, labelling) for name, place in places.items()}
 
 
 def _splits_in(place: str, table: Table | Tables) -> dict[str, Source]:
@@ -263,51 +252,40 @@ def _splits_in(place: str, table: Table | Tables) -> dict[str, Source]:
     return {name: split_of(table, indices) for name, indices in rows.items() if len(indices)}
 
 
-def _open_table(place: str, unlabelled: bool, faults: Faults | None, on_progress: Progress | None) -> Table:
+def _open_table(
+    place: str, labelling: Labelling, unlabelled: bool, faults: Faults | None, on_progress: Progress | None
+) -> Table:
     opener = open_parquet if are_tables([place]) else open_manifest
-    return opener(place, unlabelled=unlabelled, faults=faults, on_progress=on_progress)
+    return opener(place, labelling=labelling, unlabelled=unlabelled, faults=faults, on_progress=on_progress)
 
 
-def _open_split(place: str, faults: Faults | None, on_progress: Progress | None) -> Source:
+def _open_split(place: str, labelling: Labelling, faults: Faults | None, on_progress: Progress | None) -> Source:
     """Open the folder of one split."""
     inside = look_into(place)
     if are_tables(inside.shards):
-        return open_tables(inside.shards, faults=faults, on_progress=on_progress)
+        return open_tables(inside.shards, labelling=labelling, faults=faults, on_progress=on_progress)
     if inside.shards:
-        return open_shards(inside.shards, on_progress=on_progress)
+        return open_shards(inside.shards, labelling=labelling, on_progress=on_progress)
     return open_folder(place, faults=faults, on_progress=on_progress)
 
 
 def _open_shards_of_splits(
-    place: str, shards: list[str], faults: Faults | None, on_progress: Progress | None
+    place: str, shards: list[str], labelling: Labelling, faults: Faults | None, on_progress: Progress | None
 ) -> dict[str, Source]:
     groups = group_shards(shards)
     if not are_tables(shards):
-        return {name: open_shards(group, on_progress=on_progress) for name, group in groups.items()}
-    tables = {name: open_tables(group, faults=faults, on_progress=on_progress) for name, group in groups.items()}
+        tars = _alike(
+            groups, labelling, lambda group, some: open_shards(group, labelling=some, on_progress=on_progress)
+        )
+        return dict(tars)
+    tables = _alike(
+        groups,
+        labelling,
+        lambda group, some: open_tables(group, labelling=some, faults=faults, on_progress=on_progress),
+    )
     if len(tables) == 1:
         return _splits_in(place, tables["train"])
     return dict(tables)
-
-
-def strange_classes(source: Source, train: Source, place: str) -> list[str]:
-    """Report classes of a split that the training split does not have. `place` names the split in messages."""
-    trained = {train.classes[label] for label in np.unique(train.labels).tolist()}
-    present = [source.classes[label] for label in np.unique(source.labels).tolist()]
-    return [
-        f"{place} has the class {name!r}, which the training split does not have; add it there or remove it"
-        for name in present
-        if name not in trained
-    ]
-
-
-def renumber(source: Source, train: Source) -> Source:
-    """Return a source with the class indices of the training split, which has all of its classes."""
-    if source.classes == train.classes:
-        return source
-    numbers = {name: number for number, name in enumerate(train.classes)}
-    lookup = np.array([*(numbers.get(name, -1) for name in source.classes), -1], np.int64)  # no label stays -1
-    return Renumbered(source, train.classes, lookup[source.labels])
 
 
 def _as_recorded(named: Mapping[str, Source], record: Mapping[str, Any]) -> Splits:

@@ -1,13 +1,13 @@
-"""Parquet manifests, one file or several: image paths, or the image bytes, as written by Hugging Face datasets."""
+"""Parquet manifests: image paths, or the image bytes, as written by Hugging Face datasets."""
 
 import importlib
 import itertools
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,21 +15,26 @@ from numpy.typing import NDArray
 
 from vitrail.data.remote.filesystems import Status, public_url
 from vitrail.data.remote.stored_files import RemoteFile, StoredFile, open_stored
-from vitrail.data.sources.columns import IMAGE_COLUMNS, Columns, LabelCollector, ManifestRow, choose_columns
+from vitrail.data.sources.columns import (
+    IMAGE_COLUMNS,
+    Columns,
+    LabelCollector,
+    LabelRequest,
+    ManifestRow,
+    choose_columns,
+    request_labels,
+)
 from vitrail.data.sources.index_files import Progress
-from vitrail.data.sources.labels import Faults, order_classes, report_faults
+from vitrail.data.sources.kinds import candidates
+from vitrail.data.sources.labels import Faults, report_faults
 from vitrail.data.sources.manifests import PROGRESS_EVERY, Manifest, manifest_of
-from vitrail.data.sources.source import Labels, names_in_common_folder, reason_of, stamp_file
+from vitrail.data.sources.source import Labels, reason_of, stamp_file
+from vitrail.data.sources.targets import AUTOMATIC, Labelling, Targets
 from vitrail.errors import DataError
 from vitrail.text import printable_path
 
 GROUPS_HELD = 4
 """Number of row groups a process keeps in memory."""
-FILES_HELD = 2
-"""Number of files whose row groups a process keeps in memory."""
-
-
-# ── one file ──
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +55,7 @@ class ParquetImages:
     """The split of every image: 0 train, 1 validation, 2 test; None if the file has no split column."""
     version: Status | None = None
     """The version of a remote file when it was opened; None for a local file."""
+    targets: Targets | None = None
     _held: OrderedDict[int, Any] = field(default_factory=OrderedDict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -121,6 +127,7 @@ def import_pyarrow(place: str) -> Any:
 def open_parquet(
     place: str | os.PathLike[str],
     *,
+    labelling: Labelling = AUTOMATIC,
     unlabelled: bool = False,
     faults: Faults | None = None,
     on_progress: Progress | None = None,
@@ -133,7 +140,7 @@ def open_parquet(
     arrow = import_pyarrow(place)
     try:
         with open_stored(place) as raw, arrow.parquet.ParquetFile(raw) as file:
-            opened = _open(place, arrow, file, unlabelled, faults, on_progress)
+            opened = _open(place, arrow, file, labelling, unlabelled, faults, on_progress)
             if isinstance(opened, ParquetImages) and isinstance(raw, RemoteFile):
                 return replace(opened, version=raw.status)
             return opened
@@ -142,25 +149,35 @@ def open_parquet(
 
 
 def _open(
-    place: str, arrow: Any, file: Any, unlabelled: bool, faults: Faults | None, on_progress: Progress | None
+    place: str,
+    arrow: Any,
+    file: Any,
+    labelling: Labelling,
+    unlabelled: bool,
+    faults: Faults | None,
+    on_progress: Progress | None,
 ) -> Manifest | ParquetImages:
-    schema = file.schema_arrow
-    columns = _columns(place, arrow, file, unlabelled)
+    columns = columns_of(place, arrow, file, labelling, unlabelled)
     column = _bytes_column(arrow, file, columns.image)
-    names = _class_names(schema, columns.label)
+    names = stored_class_names(file.schema_arrow, columns.labels[0]) if len(columns.labels) == 1 else None
     if names is not None:
         columns = columns._replace(name=None)
+
+    def rows_of(labels: tuple[str, ...]) -> Iterator[ManifestRow]:
+        return rows_of_file(file, Columns("", labels, None, None))
+
+    request = _request(place, arrow, file, columns, labelling, rows_of, unlabelled, named=names is not None)
     if column is None:
-        rows = _rows(file, columns)
+        rows = rows_of_file(file, request.columns)
         return manifest_of(
-            place, columns, rows, unit="row", names=names, unlabelled=unlabelled, faults=faults, on_progress=on_progress
+            place, request, rows, rows_of, unit="row", names=names, faults=faults, on_progress=on_progress
         )
     _check_no_empty(place, file, column)
     # Hugging Face writes -1 for an unknown label.
     unknown = "-1" if names and unlabelled else None
-    collector = LabelCollector(place, columns, unit="row", unknown=unknown, any_label=unlabelled)
+    collector = LabelCollector(place, request, rows_of, unit="row", names=names, unknown=unknown)
     wrong: list[str] = []
-    for row in _rows(file, columns._replace(image="")):
+    for row in rows_of_file(file, request.columns._replace(image="")):
         try:
             collector.keep(*collector.read(row))
         except DataError as fault:
@@ -169,42 +186,54 @@ def _open(
             on_progress(row.number)
     report_faults(wrong, printable_path(place), None)  # images are addressed by row number, so no row can be skipped
     groups = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-    return ParquetImages(place, column, np.cumsum(groups, dtype=np.int64), *collector.finish(names))
+    (classes, labels, targets), split_of = collector.finish()
+    ends = np.cumsum(groups, dtype=np.int64)
+    return ParquetImages(place, column, ends, classes, labels, split_of, targets=targets)
+
+
+def _request(
+    place: str, arrow: Any, file: Any, columns: Columns, labelling: Labelling,
+    rows_of: Callable[[tuple[str, ...]], Iterator[ManifestRow]], unlabelled: bool, *, named: bool,
+) -> LabelRequest:  # fmt: skip
+    """Return how to read the labels; columns of an unknown name are read only if all others are numbers."""
+    if not columns.labels and not number_columns(arrow, file, columns):
+        labelling = Labelling(kind="classes")
+    return request_labels(place, columns, labelling, rows_of, unlabelled=unlabelled, named=named)
+
+
+def number_columns(arrow: Any, file: Any, columns: Columns) -> tuple[str, ...]:
+    """Return the columns that may hold labels though their names do not say so, if all of these hold numbers."""
+    types, chosen = arrow.types, candidates(columns.others)
+    kinds = [file.schema_arrow.field(name).type for name in chosen]
+    numeric = (types.is_boolean, types.is_integer, types.is_floating, types.is_decimal)
+    return chosen if all(any(is_kind(kind) for is_kind in numeric) for kind in kinds) else ()
 
 
 def read_parquet(place: str) -> Iterator[ManifestRow]:
     """Iterate over a file lazily; `ManifestRow.image` is an image's bytes, its path, or both in a dict."""
-    arrow = import_pyarrow(place)
-    try:
-        with open_stored(place) as raw, arrow.parquet.ParquetFile(raw) as file:
-            columns = Columns(_columns(place, arrow, file, True).image, None, None, None)
-            at_once = 65_536 if _bytes_column(arrow, file, columns.image) is None else 16
-            yield from _rows(file, columns, at_once)
-    except _read_errors(arrow) as fault:
-        raise DataError(f"{printable_path(place)} cannot be read as Parquet: {_one_line(fault)}") from None
+    with opened_parquet(place) as (arrow, file):
+        columns = Columns(columns_of(place, arrow, file).image, (), None, None)
+        at_once = 65_536 if _bytes_column(arrow, file, columns.image) is None else 16
+        yield from rows_of_file(file, columns, at_once)
 
 
 def images_of(place: str) -> ParquetImages:
     """Open a file for its image bytes by row, without reading labels."""
-    arrow = import_pyarrow(place)
-    try:
-        with open_stored(place) as raw, arrow.parquet.ParquetFile(raw) as file:
-            column = _bytes_column(arrow, file, _columns(place, arrow, file, True).image)
-            groups = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-    except _read_errors(arrow) as fault:
-        raise DataError(f"{printable_path(place)} cannot be read as Parquet: {_one_line(fault)}") from None
+    with opened_parquet(place) as (arrow, file):
+        column = _bytes_column(arrow, file, columns_of(place, arrow, file).image)
+        groups = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
     if column is None:
         raise DataError(f"{printable_path(place)} has no image bytes any more; rerun with --overwrite")
     ends = np.cumsum(groups, dtype=np.int64)
     return ParquetImages(place, column, ends, (), np.full(sum(groups), -1, np.int64), None)
 
 
-def _columns(place: str, arrow: Any, file: Any, unlabelled: bool) -> Columns:
-    # Bytes before paths: if a file has both, the paths are the origin of the bytes.
+def columns_of(place: str, arrow: Any, file: Any, labelling: Labelling = AUTOMATIC, unlabelled: bool = True) -> Columns:
+    """Identify the columns. Bytes go before paths: if a file has both, the paths are the origin of the bytes."""
     names = file.schema_arrow.names
     binary = [name for name in names if _bytes_column(arrow, file, name) is not None]
     preferred = sorted(IMAGE_COLUMNS, key=lambda name: not any(name == column.strip().lower() for column in binary))
-    return choose_columns(place, names, unlabelled=unlabelled, images=preferred)
+    return choose_columns(place, names, labelling, unlabelled=unlabelled, images=preferred)
 
 
 def _bytes_column(arrow: Any, file: Any, name: str) -> str | None:
@@ -240,27 +269,33 @@ def _check_no_empty(place: str, file: Any, column: str) -> None:
         raise DataError(f"{rows} no image in the column {column!r} of {printable_path(place)}; fill or remove {them}")
 
 
-def _class_names(schema: Any, label: str | None) -> list[str] | None:
+def stored_class_names(schema: Any, label: str | None) -> list[str] | None:
     """Return the class names that Hugging Face datasets stored for integer labels, if any."""
     text = (schema.metadata or {}).get(b"huggingface")
     try:
-        names = json.loads(text)["info"]["features"][label]["names"] if text is not None else None
-    except (ValueError, KeyError, TypeError):
+        feature = json.loads(text)["info"]["features"][label] if text is not None else {}
+        while isinstance(feature, list) or "feature" in feature:  # a list of classes
+            feature = feature[0] if isinstance(feature, list) else feature["feature"]
+        names = feature["names"]
+    except (ValueError, KeyError, TypeError, IndexError):
         return None
     return [str(name) for name in names] if isinstance(names, list) else None
 
 
-def _rows(file: Any, columns: Columns, at_once: int = 65_536) -> Iterator[ManifestRow]:
+def rows_of_file(file: Any, columns: Columns, at_once: int = 65_536) -> Iterator[ManifestRow]:
     """Iterate over the rows, reading only the given columns."""
-    names = [column for column in columns if column]
+    chosen = (columns.image, columns.name, columns.split)
+    names = [column for column in (*chosen, *columns.labels) if column]
     numbers = itertools.count(1)
     if not names:
-        yield from (ManifestRow(next(numbers), None, None, None, None) for _ in range(file.metadata.num_rows))
+        yield from (ManifestRow(next(numbers), None) for _ in range(file.metadata.num_rows))
         return
     for batch in file.iter_batches(batch_size=at_once, columns=names, use_threads=False):
-        cells = [batch.column(column).to_pylist() if column else itertools.repeat(None) for column in columns]
-        for image, label, name, split in zip(*cells, strict=False):
-            yield ManifestRow(next(numbers), image, label, name, split)
+        cells = [batch.column(column).to_pylist() if column else itertools.repeat(None) for column in chosen]
+        labels = [batch.column(column).to_pylist() for column in columns.labels]
+        each = zip(*labels, strict=True) if labels else itertools.repeat(())
+        for image, name, split, some in zip(*cells, each, strict=False):
+            yield ManifestRow(next(numbers), image, some, name, split)
 
 
 def _read_errors(arrow: Any) -> tuple[type[Exception], ...]:
@@ -273,93 +308,15 @@ def _one_line(fault: Exception) -> str:
     return " ".join(text.split())[:200]
 
 
-# ── several files ──
+@contextmanager
+def opened_parquet(place: str) -> Iterator[tuple[Any, Any]]:
+    """Open a Parquet file; what goes wrong is a `DataError`."""
+    arrow = import_pyarrow(place)
+    try:
+        with open_stored(place) as raw, arrow.parquet.ParquetFile(raw) as file:
+            yield arrow, file
+    except _read_errors(arrow) as fault:
+        raise DataError(f"{printable_path(place)} cannot be read as Parquet: {_one_line(fault)}") from None
+
 
 Table = Manifest | ParquetImages
-
-
-@dataclass(frozen=True, eq=False)
-class Tables:
-    """The images of several Parquet files, concatenated."""
-
-    tables: tuple[Table, ...]
-    classes: tuple[str, ...]
-    labels: Labels
-    split_of: NDArray[np.int8] | None
-    """The split of every image: 0 train, 1 validation, 2 test; None if the files have no split column."""
-    _recent: OrderedDict[int, None] = field(default_factory=OrderedDict, repr=False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Row groups are not pickled.
-        return {**self.__dict__, "_recent": OrderedDict()}
-
-    @cached_property
-    def _ends(self) -> NDArray[np.int64]:
-        return np.cumsum([len(table) for table in self.tables], dtype=np.int64)
-
-    @cached_property
-    def _file_names(self) -> list[str]:
-        return names_in_common_folder([table.place for table in self.tables])
-
-    def _find(self, index: int) -> tuple[int, int]:
-        """Return the index of an image's file, and its index there."""
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        return number, index - (int(self._ends[number - 1]) if number else 0)
-
-    def __len__(self) -> int:
-        """Return the number of images."""
-        return len(self.labels)
-
-    def key(self, index: int) -> str:
-        """Return the path of the file relative to the files' common folder, and the image's key there."""
-        number, inner = self._find(index)
-        return f"{printable_path(self._file_names[number])}, {self.tables[number].key(inner)}"
-
-    def name(self, index: int) -> str:
-        """Return a readable name of an image."""
-        number, inner = self._find(index)
-        return self.tables[number].name(inner)
-
-    def read(self, index: int) -> bytes:
-        """Return the bytes of an image."""
-        number, inner = self._find(index)
-        self._recent.pop(number, None)
-        self._recent[number] = None
-        if len(self._recent) > FILES_HELD:
-            oldest = self.tables[self._recent.popitem(last=False)[0]]
-            if isinstance(oldest, ParquetImages):
-                oldest.release()
-        return self.tables[number].read(inner)
-
-    def stamp(self, index: int) -> tuple[int, int]:
-        """Return two numbers that change when the stored image does."""
-        number, inner = self._find(index)
-        return self.tables[number].stamp(inner)
-
-
-def open_tables(
-    paths: Sequence[str],
-    *,
-    unlabelled: bool = False,
-    faults: Faults | None = None,
-    on_progress: Progress | None = None,
-) -> Table | Tables:
-    """Open Parquet files as one source. Their classes may differ; all or none must have a split column."""
-    tables = tuple(open_parquet(path, unlabelled=unlabelled, faults=faults, on_progress=on_progress) for path in paths)
-    if len(tables) == 1:
-        return tables[0]
-    divided = [table.split_of for table in tables if table.split_of is not None]
-    if divided and len(divided) < len(tables):
-        has, lacks = (
-            next(table.place for table in tables if (table.split_of is None) is without) for without in (False, True)
-        )
-        raise DataError(
-            f"{printable_path(has)} has a split column and {printable_path(lacks)} has none; add it there, or remove it"
-        )
-    classes = tables[0].classes
-    if any(table.classes != classes for table in tables):
-        names = list(dict.fromkeys(name for table in tables for name in table.classes))
-        classes, _ = order_classes(names, place=printable_path(paths[0]))
-    numbers = {name: number for number, name in enumerate(classes)}
-    labels = [np.array([*(numbers[name] for name in table.classes), -1], np.int64)[table.labels] for table in tables]
-    return Tables(tables, classes, np.concatenate(labels), np.concatenate(divided) if divided else None)

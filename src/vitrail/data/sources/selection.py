@@ -1,21 +1,24 @@
 """Select the images to evaluate a model on, and match their classes to the model's."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from vitrail.data.sources.alignment import Renumbered, renumber
 from vitrail.data.sources.contents import Contents, digests_of
 from vitrail.data.sources.given import Data, given_data
 from vitrail.data.sources.in_memory import InMemory
 from vitrail.data.sources.index_files import Progress
 from vitrail.data.sources.manifests import Manifest
-from vitrail.data.sources.opening import Renumbered, open_data, open_source, renumber, title_of
-from vitrail.data.sources.parquet import ParquetImages, Tables
+from vitrail.data.sources.opening import open_data, open_source, title_of
+from vitrail.data.sources.parquet import ParquetImages
+from vitrail.data.sources.parquet_files import Tables
 from vitrail.data.sources.source import Labels, Pixels, Source, check_source
 from vitrail.data.sources.splits import Splits, keys_of, split_of
+from vitrail.data.sources.targets import AUTOMATIC, Labelling, Targets, recorded_labelling, targets_of
 from vitrail.errors import ConfigError, DataError, StorageError, suggest
 from vitrail.io import ContentError, read_json
 
@@ -29,6 +32,7 @@ class Joined:
 
     sources: tuple[Source, ...]
     labels: Labels
+    targets: Targets | None = None
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -77,22 +81,24 @@ def choose_images(
     split: str | None = None,
     *,
     record: Mapping[str, Any] | None = None,
+    labelling: Labelling = AUTOMATIC,
     on_progress: Progress | None = None,
 ) -> Selection:
     """Open the images to evaluate a model on.
 
     By default they are the test split that the data defines, else its validation split. If it defines neither, they
     are the test split of `record`, the split the model was trained with, if it fits this data; else all images. A
-    requested split that is not defined anywhere is drawn as training would by default.
+    requested split that is not defined anywhere is drawn as training would by default. `labelling` as in `open_data`.
     """
     if split is not None and split not in CHOICES:
         raise ConfigError(f"unknown split {split!r}; choose {', '.join(CHOICES)}")
-    place = given_data(data, on_progress)
-    everything, own = _open(place, on_progress)
+    labelling = recorded_labelling(record) or labelling
+    place = given_data(data, on_progress, labelling=labelling)
+    everything, own = _open(place, labelling, on_progress)
     if split is None:
         split = next((name for name in ("test", "val") if name in own), None)
     if split is None:
-        return _recorded_test(place, record, on_progress) or Selection(everything, "all", False)
+        return _recorded_test(place, record, labelling, on_progress) or Selection(everything, "all", False)
     if split == "all":
         return Selection(everything, "all", False)
     # If a run drew its validation split from train, only the record knows what it trained on.
@@ -100,7 +106,7 @@ def choose_images(
         return Selection(own[split], split, split != "train")
     if own and record is None:
         raise DataError(f"{title_of(place)} has no {split} split; it has {', '.join(own)}")
-    splits = open_data(place, record=record, on_progress=on_progress)
+    splits = open_data(place, record=record, labelling=labelling, on_progress=on_progress)
     source = {"train": splits.train, "val": splits.val, "test": splits.test}[split]
     if source is None:
         raise DataError(f"the model was trained without a {split} split")
@@ -198,13 +204,13 @@ def recorded_split(bundle: Path | None) -> dict[str, Any] | None:
 
 
 def _recorded_test(
-    place: str | InMemory, record: Mapping[str, Any] | None, on_progress: Progress | None
+    place: str | InMemory, record: Mapping[str, Any] | None, labelling: Labelling, on_progress: Progress | None
 ) -> Selection | None:
     """Return the test split of a record, or its validation split; None if the record does not fit the data."""
     if record is None:
         return None
     try:
-        splits = open_data(place, record=record, on_progress=on_progress)
+        splits = open_data(place, record=record, labelling=labelling, on_progress=on_progress)
     except StorageError:
         raise  # the record may fit: without it, training images would be evaluated
     except DataError:
@@ -214,16 +220,18 @@ def _recorded_test(
     return None if splits.val is None else Selection(splits.val, "val", True)
 
 
-def _open(place: str | InMemory, on_progress: Progress | None) -> tuple[Source, dict[str, Source]]:
+def _open(
+    place: str | InMemory, labelling: Labelling, on_progress: Progress | None
+) -> tuple[Source, dict[str, Source]]:
     """Return all images, and those of each split if the data defines splits."""
     if isinstance(place, InMemory) and set(place.splits) != {"train"}:
         return _whole(place), dict(place.splits)
     try:
-        source = open_source(place, on_progress=on_progress)
+        source = open_source(place, labelling=labelling, on_progress=on_progress)
     except StorageError:
         raise
     except DataError:  # several splits are not one source; data that cannot be opened at all fails again
-        return _whole_and_splits(open_data(place, val=0, test=0, on_progress=on_progress))
+        return _whole_and_splits(open_data(place, val=0, test=0, labelling=labelling, on_progress=on_progress))
     if not isinstance(source, Manifest | ParquetImages | Tables) or source.split_of is None:
         return source, {}
     rows = {name: np.flatnonzero(source.split_of == number) for number, name in enumerate(("train", "val", "test"))}
@@ -234,7 +242,7 @@ def _whole(data: InMemory) -> Source:
     """Return the images of all splits, with the classes of the training split, or of the first."""
     first, *others = data.splits.values()
     sources = (first, *(renumber(source, first) for source in others))
-    return Joined(sources, np.concatenate([source.labels for source in sources]))
+    return joined(sources)
 
 
 def _whole_and_splits(splits: Splits) -> tuple[Source, dict[str, Source]]:
@@ -242,7 +250,16 @@ def _whole_and_splits(splits: Splits) -> tuple[Source, dict[str, Source]]:
     own = {name: source for name, source in sources.items() if source is not None}
     if len(own) == 1:
         return splits.train, {}
-    return Joined(tuple(own.values()), np.concatenate([source.labels for source in own.values()])), own
+    return joined(tuple(own.values())), own
+
+
+def joined(sources: tuple[Source, ...]) -> Joined:
+    """Return the concatenation of sources with the same classes or targets."""
+    each = [targets_of(source) for source in sources]
+    targets = [some for some in each if some is not None]
+    whole: Any = np.concatenate([some.values for some in targets]) if targets else None
+    labels = np.concatenate([source.labels for source in sources])
+    return Joined(sources, labels, replace(targets[0], values=whole) if targets else None)
 
 
 def match_classes(source: Source, names: tuple[str, ...] | None, outputs: int, *, by_number: bool = False) -> Source:
@@ -251,6 +268,39 @@ def match_classes(source: Source, names: tuple[str, ...] | None, outputs: int, *
     Classes are matched by name if the model has `names`, else by index, for which the numbers of classes must agree.
     """
     check_source(source)
+    if (targets := targets_of(source)) is not None:
+        what = "several labels per image" if targets.kind == "labels" else "numbers"
+        raise DataError(f"the data has {what}, but the model has one class per image; use a model of that task")
+    _check_labelled(source)
+    return _with_classes(source, names, outputs, by_number=by_number)
+
+
+def match_targets(source: Source, kind: Literal["labels", "values"], names: tuple[str, ...]) -> Source:
+    """Return a source with the targets of a model: its labels, or its numbers, in the model's order.
+
+    Labels that the data lacks are labels that none of its images has.
+    """
+    check_source(source)
+    targets = targets_of(source)
+    what = {"labels": "several labels per image", "values": "numbers"}
+    if targets is None and len(source.labels) and (source.labels >= 0).all():
+        raise DataError(f"the data has one class per image, but the model has {what[kind]}; label it in the same way")
+    _check_labelled(source)
+    if targets is None or targets.kind != kind:
+        actual = "no labels" if targets is None else what[targets.kind]
+        raise DataError(f"the data has {actual}, but the model has {what[kind]}; label it in the same way")
+    if kind == "labels":
+        _check_names(list(targets.present), names, "label")
+    elif set(targets.names) != set(names):
+        listed = ", ".join(map(repr, targets.names))
+        raise DataError(f"the data has numbers in {listed}, but the model predicts {', '.join(map(repr, names))}")
+    return (
+        source if targets.names == names else Renumbered(source, source.classes, source.labels, targets.renamed(names))
+    )
+
+
+def _check_labelled(source: Source) -> None:
+    """Raise if images have no label."""
     unknown = np.flatnonzero(source.labels < 0)
     if len(unknown):
         more = f" and {len(unknown) - 1:,} more have" if len(unknown) > 1 else " has"
@@ -258,6 +308,9 @@ def match_classes(source: Source, names: tuple[str, ...] | None, outputs: int, *
             f"{source.name(int(unknown[0]))}{more} no class, so predictions cannot be evaluated; "
             "put images into class folders, add labels in a manifest, or use vitrail predict"
         )
+
+
+def _with_classes(source: Source, names: tuple[str, ...] | None, outputs: int, *, by_number: bool) -> Source:
     if names is None or by_number:
         if len(source.classes) != outputs:
             raise DataError(
@@ -274,14 +327,14 @@ def match_classes(source: Source, names: tuple[str, ...] | None, outputs: int, *
     return Renumbered(source, names, lookup[source.labels])
 
 
-def _check_names(present: list[str], names: tuple[str, ...]) -> None:
-    """Raise unless the model has exactly one class of each name."""
+def _check_names(present: list[str], names: tuple[str, ...], what: str = "class") -> None:
+    """Raise unless the model has exactly one class, or label, of each name."""
     if strange := [name for name in present if name not in names]:
         more = f" (and {len(strange) - 1:,} more)" if len(strange) > 1 else ""
         listed = ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
         raise DataError(
-            f"the data has the class {strange[0]!r}{more}, which the model does not have; its {len(names):,} classes "
-            f"are {listed}{suggest(strange[0], names)}"
+            f"the data has the {what} {strange[0]!r}{more}, which the model does not have; its {len(names):,} "
+            f"{'classes' if what == 'class' else 'labels'} are {listed}{suggest(strange[0], names)}"
         )
     if twice := [name for name in present if names.count(name) > 1]:
         raise DataError(f"the model has several classes named {twice[0]!r}; match the classes by index")

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from vitrail.data.remote.block_cache import block_cache
 from vitrail.data.remote.filesystems import MissingFileError, Status, is_remote, path_in, public_url
 from vitrail.data.remote.stored_files import RemoteFile, StoredFile, open_stored, read_at
+from vitrail.data.sources.cells import Reading, cell_of, check_cell
 from vitrail.data.sources.index_files import (
     Names,
     NamesBuilder,
@@ -25,7 +26,9 @@ from vitrail.data.sources.index_files import (
     save_index,
     settled,
 )
-from vitrail.data.sources.labels import check_classes, label_text, order_classes
+from vitrail.data.sources.kinds import decide
+from vitrail.data.sources.labelled import CellColumn, Labelled, targets_in
+from vitrail.data.sources.labels import label_text, order_classes
 from vitrail.data.sources.source import (
     SUFFIXES,
     Labels,
@@ -35,7 +38,8 @@ from vitrail.data.sources.source import (
     stamp_file,
 )
 from vitrail.data.sources.tar import Member, members
-from vitrail.errors import DataError, StorageError
+from vitrail.data.sources.targets import AUTOMATIC, Labelling, Targets
+from vitrail.errors import ConfigError, DataError, StorageError
 from vitrail.io import ContentError, read_text
 from vitrail.text import printable_path
 
@@ -80,6 +84,7 @@ class Shards:
     index: ShardIndex
     classes: tuple[str, ...]
     labels: Labels
+    targets: Targets | None = None
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -144,7 +149,13 @@ class Shards:
         return ((start // 512) << 31 | size & (2**31 - 1)) & (2**63 - 1), changed
 
 
-def open_shards(paths: Sequence[str], *, unlabelled: bool = False, on_progress: Progress | None = None) -> Shards:
+def open_shards(
+    paths: Sequence[str],
+    *,
+    labelling: Labelling = AUTOMATIC,
+    unlabelled: bool = False,
+    on_progress: Progress | None = None,
+) -> Shards:
     """Open tar shards as one source. With `unlabelled`, an image without a label has label -1.
 
     A file classes.txt next to the first shard names integer classes, one per line.
@@ -158,19 +169,34 @@ def open_shards(paths: Sequence[str], *, unlabelled: bool = False, on_progress: 
             f"{shown_paths} has no images{instead}; name them with one dot and one of the suffixes "
             f"{', '.join(sorted(SUFFIXES))}"
         )
-    names = _read_classes(paths[0])
-    if names is None and not unlabelled:
-        counts = np.bincount(index.codes[index.codes >= 0], minlength=len(index.label_names)).tolist()
-        images = dict(zip(index.label_names, counts, strict=True))
-        check_classes(images, shown_paths, f"list the classes in {CLASSES_FILE} next to the shards")
-    classes, lookup = order_classes(index.label_names, names, place=shown_paths)
-    source = Shards(tuple(paths), index, classes, lookup[index.codes])
+    labelled = _labelled(index, _read_classes(paths[0]), labelling, shown_paths, many=not unlabelled)
+    source = Shards(tuple(paths), index, labelled.classes, labelled.labels, labelled.targets)
     if not unlabelled and (source.labels < 0).any():
         which = source.name(int(np.argmax(source.labels < 0)))
         raise DataError(
             f"{which} has no label; add a file of the same name with suffix .cls, .json or .txt to the shard"
         )
     return source
+
+
+def _labelled(
+    index: ShardIndex, names: Sequence[str] | None, labelling: Labelling, place: str, *, many: bool
+) -> Labelled:
+    """Return the classes or targets of the images in shards."""
+    if labelling.columns:
+        raise ConfigError(f"{place} has no columns, so {labelling.columns[0]!r} cannot be one; leave the columns out")
+    reading, cells = Reading(), []
+    if labelling.kind != "classes":
+        cells = [cell_of(text, place) for text in index.label_names]
+        counts = np.bincount(index.codes[index.codes >= 0], minlength=len(cells)).tolist()
+        images = {cell: count for cell, count in zip(cells, counts, strict=True) if count}
+        reading = decide(images, labelling, place, named=names is not None, many=many)
+    if reading.kind == "classes":
+        classes, lookup = order_classes(index.label_names, names, place=place)
+        return Labelled(classes, lookup[index.codes])
+    for cell in cells:
+        check_cell(cell, reading, place, None)
+    return targets_in([CellColumn("label", cells, index.codes)], reading, names, place=place)
 
 
 def _read_classes(shard: str) -> list[str] | None:
@@ -364,5 +390,6 @@ def _label_in_json(text: str, where: str) -> str | None:
     if isinstance(fields, dict):
         for key in ("label", "cls", "class"):
             if key in fields:
-                return label_text(fields[key], where)
+                value = fields[key]
+                return json.dumps(value) if isinstance(value, list) else label_text(value, where)
     return None

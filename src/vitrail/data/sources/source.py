@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,9 @@ from vitrail.data.remote.filesystems import differ_by_query, is_remote, public_u
 from vitrail.data.remote.stored_files import read_remote
 from vitrail.errors import DataError, InputError
 from vitrail.io import open_regular
+
+if TYPE_CHECKING:
+    from vitrail.data.sources.targets import Targets
 
 Pixels = NDArray[Any]
 """A decoded image: (height, width, channels) or (height, width)."""
@@ -160,6 +163,7 @@ class Arrays:
     images: Pixels
     labels: Labels
     classes: tuple[str, ...]
+    targets: "Targets | None" = None
 
     def __post_init__(self) -> None:
         if self.images.ndim not in (3, 4):

@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from vitrail.data.sources.labels import report_faults
 from vitrail.data.sources.source import Keyed, Labels, Source, Subset
+from vitrail.data.sources.strata import cover, strata_of
+from vitrail.data.sources.targets import targets_of
 from vitrail.errors import ConfigError, DataError
 
 Indices = NDArray[np.int64]
@@ -116,6 +118,32 @@ def too_few(labels: Labels, *, val: float, test: float, classes: Sequence[str] |
     ]
 
 
+def too_few_images(source: Source, *, val: float, test: float) -> list[str]:
+    """Report why the images of a source cannot be split."""
+    if targets_of(source) is None:
+        return too_few(source.labels, val=val, test=test, classes=source.classes)
+    needed = 1 + (val > 0) + (test > 0)
+    images = "1 image" if len(source) == 1 else f"{len(source)} images"
+    return (
+        [] if len(source) >= needed else [f"{images} are too few for {needed} splits; add images, or use fewer splits"]
+    )
+
+
+def draw_split(source: Source, *, seed: int, val: float, test: float) -> tuple[Indices, Indices, Indices]:
+    """Split the images of a source, stratified by class; or by strata, with every frequent label in each split.
+
+    The strata are those of these images: in a part of a dataset, its strata may have too few.
+    """
+    targets = targets_of(source)
+    if targets is None:
+        return split_indices(source.labels, seed=seed, val=val, test=test, classes=source.classes)
+    _check_labelled(source.labels)
+    report_faults(too_few_images(source, val=val, test=test), "the data", None)
+    drawn = split_indices(strata_of(targets).assign(targets), seed=seed, val=val, test=test)
+    train, val_split, test_split = cover(targets, drawn)
+    return train, val_split, test_split
+
+
 def _counts(count: int, val: float, test: float) -> tuple[int, int]:
     """Return how many images of a class go to validation and test: rounded, leaving at least one for each split."""
     exact = [count * val, count * test]
@@ -128,7 +156,7 @@ def _counts(count: int, val: float, test: float) -> tuple[int, int]:
 
 def split_source(source: Source, *, seed: int = 0, val: float = 0.1, test: float = 0.2) -> Splits:
     """Split a source."""
-    indices = split_indices(source.labels, seed=seed, val=val, test=test, classes=source.classes)
+    indices = draw_split(source, seed=seed, val=val, test=test)
     train_split, val_split, test_split = (split_of(source, split) if len(split) else None for split in indices)
     if train_split is None:
         raise DataError("no images to train on")

@@ -5,13 +5,16 @@ images, by which splits and samples are drawn and counted. The targets of subset
 of the source behind them.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from functools import cached_property
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitrail.data.sources.source import Source, Subset
+from vitrail.text import number
 
 Kind = Literal["classes", "labels", "values"]
 """What images are labelled with: one class each, any number of labels, or numbers."""
@@ -23,10 +26,14 @@ class Labelling(NamedTuple):
     kind: Kind | None = None
     """What the images are labelled with; None: whatever the labels look like."""
     columns: tuple[str, ...] = ()
-    """The columns of a manifest that hold the labels; empty: by their names."""
+    """The columns of a table that hold the labels; empty: by their names."""
+    separator: str | None = None
+    """What is between the labels in a text such as "cat;outdoor"; None: | or ; or a comma, whichever there is."""
 
 
 AUTOMATIC = Labelling()
+IGNORED: Final = "ignored"
+"""The targets of a source whose images are used without them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,27 +46,64 @@ class Targets:
     values: NDArray[np.uint8] | NDArray[np.float64]
     """(N, K). Labels: 0 or 1. Numbers: NaN in the row of an image without them."""
     reason: str = ""
-    """Why they were taken for targets of this kind: "label holds lists"."""
+    """Why they were taken for targets of this kind: "label holds several labels per image, such as 'cat;outdoor'"."""
+    separator: str | None = None
+    """What was between the labels in a text."""
 
     def __len__(self) -> int:
         """Return the number of images."""
         return len(self.values)
 
+    @cached_property
+    def present(self) -> tuple[str, ...]:
+        """The labels that any image has."""
+        return tuple(self.names[place] for place in np.flatnonzero((self.values > 0).any(axis=0)).tolist())
+
     def take(self, indices: NDArray[np.int64]) -> "Targets":
         """Return the targets of some images."""
         return replace(self, values=self.values[indices])
+
+    def text(self, index: int) -> str:
+        """Return the targets of an image as text: "cat, outdoor", or "age 37.5, height 1.8"."""
+        row = self.values[index].tolist()
+        if self.kind == "labels":
+            return ", ".join(name for name, has in zip(self.names, row, strict=True) if has) or "no label"
+        return ", ".join(f"{name} {number(value)}" for name, value in zip(self.names, row, strict=True))
+
+    def renamed(self, names: Sequence[str]) -> "Targets":
+        """Return these targets with the columns of other names; labels that are missing here are 0, numbers NaN."""
+        if tuple(names) == self.names:
+            return self
+        here = {name: place for place, name in enumerate(self.names)}
+        shape, nothing = (len(self), len(names)), 0 if self.kind == "labels" else np.nan
+        values = np.full(shape, nothing, self.values.dtype)
+        for place, name in enumerate(names):
+            if name in here:
+                values[:, place] = self.values[:, here[name]]
+        return replace(self, names=tuple(names), values=values)
 
 
 def targets_of(source: Source) -> Targets | None:
     """Return the targets of a source's images; None if each has a class."""
     own = getattr(source, "targets", None)
-    if isinstance(own, Targets):
-        return own
+    if isinstance(own, Targets) or own == IGNORED:
+        return own if isinstance(own, Targets) else None
     base = getattr(source, "base", None)
     if base is None:
         return None
     targets = targets_of(base)
     return targets.take(source.indices) if targets is not None and isinstance(source, Subset) else targets
+
+
+def _stored_targets(source: Source) -> Targets | None:
+    """Return the targets that the source or one behind it holds, of all of its images."""
+    base: Any = source
+    while base is not None:
+        own = getattr(base, "targets", None)
+        if isinstance(own, Targets):
+            return own
+        base = getattr(base, "base", None)
+    return None
 
 
 def label_rows(source: Source) -> NDArray[Any]:
@@ -80,7 +124,45 @@ def labels_at(source: Source, indices: NDArray[np.int64]) -> NDArray[Any]:
     return source.labels[indices].astype(np.int64)
 
 
+def label_texts(source: Source, indices: NDArray[np.int64]) -> list[str | None]:
+    """Return what images are labelled with as text: "cat", "cat, outdoor" or "age 37.5"; None if it is unknown."""
+    known, targets = source.labels[indices].tolist(), _stored_targets(source)
+    if targets is None:
+        return [None if label < 0 else source.classes[label] for label in known]
+    own = replace(targets, values=labels_at(source, indices))
+    return [None if label < 0 else own.text(row) for row, label in enumerate(known)]
+
+
 def output_names_of(source: Source) -> tuple[str, ...]:
     """Return the names of what the images are labelled with: classes, labels or columns."""
-    targets = targets_of(source)
+    targets = _stored_targets(source)
     return source.classes if targets is None else targets.names
+
+
+def resolved(labelling: Labelling, source: Source) -> Labelling:
+    """Return the labelling that reads other splits as this one was read."""
+    targets = targets_of(source)
+    if targets is not None:
+        return labelling._replace(kind=targets.kind, separator=targets.separator)
+    known = labelling.kind is not None or not len(source.labels) or int(source.labels.max()) < 0
+    return labelling if known else labelling._replace(kind="classes")
+
+
+# ── what a split record says ──
+
+
+def labelling_record(labelling: Labelling, train: Source) -> dict[str, Any]:
+    """Return what a split record says of the labels, so that they are read alike again; nothing for plain classes."""
+    read = resolved(labelling, train)
+    if read.kind in (None, "classes") and labelling == AUTOMATIC:
+        return {}
+    return {"labelling": read._asdict() | {"columns": list(read.columns)}}
+
+
+def recorded_labelling(record: Mapping[str, Any] | None) -> Labelling | None:
+    """Return how a run read its labels; None if its record does not say so."""
+    kept = None if record is None else record.get("labelling")
+    if not isinstance(kept, Mapping):
+        return None
+    columns = kept.get("columns") or ()
+    return Labelling(kept.get("kind"), tuple(map(str, columns)), kept.get("separator"))

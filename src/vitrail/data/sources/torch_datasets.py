@@ -8,10 +8,19 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset
 
-from vitrail.data.sources.in_memory import Fingerprint, Fingerprinted, InMemory, as_list, index_labels, note_slow
+from vitrail.data.sources.in_memory import (
+    Fingerprint,
+    Fingerprinted,
+    GivenLabels,
+    InMemory,
+    as_list,
+    note_slow,
+    read_labels,
+)
 from vitrail.data.sources.index_files import Progress
 from vitrail.data.sources.items import is_pair, read_stored, stored_image
 from vitrail.data.sources.source import Labels, Pixels
+from vitrail.data.sources.targets import AUTOMATIC, Labelling, Targets
 from vitrail.errors import DataError, InputError, VitrailError
 
 SAMPLED = 64
@@ -29,6 +38,7 @@ class DatasetItems:
     dataset: Any
     labels: Labels
     classes: tuple[str, ...]
+    targets: Targets | None = None
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -47,7 +57,7 @@ class DatasetItems:
         return index, 0
 
 
-def dataset_data(dataset: Any, on_progress: Progress | None = None) -> InMemory:
+def dataset_data(dataset: Any, labelling: Labelling = AUTOMATIC, on_progress: Progress | None = None) -> InMemory:
     """Open a dataset of (image, label), or of images."""
     _check_kind(dataset)
     count = len(dataset)
@@ -60,12 +70,13 @@ def dataset_data(dataset: Any, on_progress: Progress | None = None) -> InMemory:
     labels = _known_labels(dataset)
     if labels is None or [labels[index] for index in chosen] != [label for _, label in sampled]:
         labels = _read_labels(dataset, on_progress) if sampled[0][1] is not None else [None] * count
-    classes, indices = index_labels(labels, class_names(dataset), title=TITLE, unit="item")
+    labelled = read_labels(GivenLabels((labels,), classes=class_names(dataset)), labelling, title=TITLE, unit="item")
     fingerprint = Fingerprint()
-    fingerprint.add_labels(classes, indices)
+    fingerprint.add_labels(labelled)
     for image, _ in sampled:
         fingerprint.add(image)
-    source = Fingerprinted(DatasetItems(dataset, indices, classes), fingerprint.hex)
+    items = DatasetItems(dataset, labelled.labels, labelled.classes, labelled.targets)
+    source = Fingerprinted(items, fingerprint.hex)
     return InMemory("dataset", {"train": source}, fingerprint.hex)
 
 
@@ -135,10 +146,10 @@ def _known_labels(dataset: Any) -> list[object] | None:
         parts = [_known_labels(part) for part in dataset.datasets]
         return None if any(part is None for part in parts) else [label for part in parts for label in part or ()]
     if isinstance(dataset, TensorDataset):
-        return dataset.tensors[1].tolist() if len(dataset.tensors) == 2 and dataset.tensors[1].ndim == 1 else None
+        return dataset.tensors[1].tolist() if len(dataset.tensors) == 2 and dataset.tensors[1].ndim in (1, 2) else None
     for name in ("targets", "labels"):
         known: Any = getattr(dataset, name, None)
-        one_each = isinstance(known, list | tuple) or (isinstance(known, np.ndarray | Tensor) and known.ndim == 1)
+        one_each = isinstance(known, list | tuple) or (isinstance(known, np.ndarray | Tensor) and known.ndim in (1, 2))
         if one_each and len(known) == len(dataset):
             return as_list(known, "the labels")
     return None
