@@ -294,7 +294,7 @@ class ViT(nn.Module):
             return (by_class + by_distillation) / 2
         outputs: Tensor = self.head(self._pool(*normalised))
         if self.config.pool == "patches" and self.config.classes:
-            return outputs.transpose(1, 2).unflatten(2, self.config.grid)
+            outputs = outputs.transpose(1, 2).unflatten(2, self.config.grid)
         return outputs
 
     def _pool(self, *layers: Tensor) -> Tensor:
