@@ -126,13 +126,17 @@ def _print_labels(report: "Report") -> None:
         return
     _heading("Labels" if facts.kind == "labels" else "Numbers")
     if facts.reason:
-        _print_wrapped(_sentence(facts.reason))
+        _print_wrapped(f"Detected: {facts.reason}.")
     for line in facts.lines:
         _print_wrapped(_sentence(line))
     if facts.columns:
         heads = ("minimum", "mean", "maximum", "missing")
         rows = [
-            (one.name, number(one.minimum), number(one.mean), number(one.maximum), f"{one.missing:,}")
+            (
+                one.name,
+                *(number(value, one.scale) for value in (one.minimum, one.mean, one.maximum)),
+                f"{one.missing:,}",
+            )
             for one in facts.columns
         ]
         print_table(("column", *heads), rows, numbers=heads)
@@ -143,9 +147,9 @@ def _print_labels(report: "Report") -> None:
 
 
 def _print_classes(report: "Report", what: str, images: dict[str, int] | None) -> None:
-    """Print the counts per class, largest first, or ranges in order; of many classes, only the largest and smallest.
+    """Print the counts per class, largest first; of many classes, only the largest and the smallest.
 
-    `images` are those of each split, unless they are the sum of the counts.
+    Ranges of numbers stay in order. `images` are those of each split, unless they are the sum of the counts.
     """
     splits = list(report.counts)
     ranges = report.targets is not None and report.targets.kind == "values"

@@ -44,6 +44,11 @@ class ColumnFacts:
     missing: int
     """Number of images without one."""
 
+    @property
+    def scale(self) -> float:
+        """The largest size, to print all with as many decimals."""
+        return max(abs(self.minimum), abs(self.maximum))
+
 
 @dataclass(frozen=True)
 class TargetFacts:
