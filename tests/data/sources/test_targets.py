@@ -23,7 +23,7 @@ import vitrail
 from vitrail.data.cache import CacheSize, cached
 from vitrail.data.sources.given import given_data
 from vitrail.data.sources.opening import open_source, open_unlabelled
-from vitrail.data.sources.selection import choose_images
+from vitrail.data.sources.selection import choose_images, match_classes, match_targets
 from vitrail.data.sources.source import Source, Subset
 from vitrail.data.sources.splits import keys_of
 from vitrail.data.sources.strata import FEWEST, strata_of
@@ -245,7 +245,7 @@ def test_an_empty_text_is_no_label_only_if_there_may_be_several(folder: Path) ->
             open_source(write(folder, label=[["a", "b"], None, ["a"]]))
     frame = open_source(as_frame(folder, label=[["a", "b"], None, ["a"]]))  # not known, which is not the same
     assert frame.labels.tolist() == [0, -1, 0]
-    with pytest.raises(DataError, match=r"1\.png has no label; add one"):
+    with pytest.raises(DataError, match=r"1\.png has no label; add one \(an empty list if it has none\)"):
         vitrail.open_data(as_frame(folder, label=[["a", "b"], None, ["a"]]))
 
 
@@ -515,3 +515,46 @@ def test_a_labelling_for_one_kind(folder: Path) -> None:
     assert targets(as_csv(folder, label=["a, b", "c"]), Labelling("labels", separator=";")).names == ("a, b", "c")
     assert targets(as_csv(folder, label=["1;5", "3"]), Labelling("labels")).names == ("1", "3", "5")
     assert targets(as_csv(folder, label=["1,5", "3"])).values.tolist() == [[1.5], [3.0]]
+
+
+def test_data_with_classes_is_not_labelled_otherwise(folder: Path) -> None:
+    images = np.arange(40 * 16, dtype=np.uint32).view(np.uint8).reshape(40, 8, 8)
+    for opened in (vitrail.open_data, open_source, choose_images):
+        with pytest.raises(
+            DataError, match="digits has one class per image, not numbers; list the images in a manifest"
+        ):
+            opened("digits", labelling=Labelling("values"))
+        with pytest.raises(ConfigError, match="digits has no columns, so 'age' cannot be one; do not name columns"):
+            opened("digits", labelling=Labelling(columns=("age",)))
+        with pytest.raises(ConfigError, match="the data has no columns, so 'age' cannot be one"):
+            opened((images, np.arange(40.0)), labelling=Labelling(columns=("age",)))
+
+
+# ── evaluation ──
+
+
+def test_targets_are_matched_to_those_of_a_model(folder: Path) -> None:
+    source = open_source(frame_of(folder, [["dog"], ["cat", "dog"], []]))
+    matched = match_targets(source, "labels", ("sky", "dog", "cat"))
+    assert output_names_of(matched) == ("sky", "dog", "cat")
+    np.testing.assert_array_equal(targets_of(matched).values, [[0, 1, 0], [0, 1, 1], [0, 0, 0]])
+    assert match_targets(source, "labels", ("cat", "dog")) is source
+    with pytest.raises(
+        DataError, match="the data has the label 'cat', which the model does not have; its 2 labels are"
+    ):
+        match_targets(source, "labels", ("cats", "dog"))
+    with pytest.raises(
+        DataError, match="the data has several labels per image, but the model has numbers; label it in"
+    ):
+        match_targets(source, "values", ("age",))
+    with pytest.raises(DataError, match="the data has several labels per image, but the model has one class per image"):
+        match_classes(source, ("cat", "dog"), 2)
+    people = open_source(as_frame(folder, age=[0.5, 1], height=[1, 2]))
+    swapped = targets_of(match_targets(people, "values", ("height", "age")))
+    np.testing.assert_array_equal(swapped.values, [[1, 0.5], [2, 1]])
+    with pytest.raises(DataError, match=r"the data has numbers in 'age', 'height', but the model predicts 'age'$"):
+        match_targets(people, "values", ("age",))
+    with pytest.raises(DataError, match="the data has one class per image, but the model has numbers; label it in the"):
+        match_targets(open_source("digits"), "values", ("age",))
+    with pytest.raises(DataError, match="0\\.png and 1 more have no class, so predictions cannot be evaluated"):
+        match_targets(open_source([str(folder / "0.png"), str(folder / "1.png")]), "values", ("age",))

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitrail.data.sources.source import Source, Subset
+from vitrail.errors import ConfigError, DataError
 from vitrail.text import number
 
 Kind = Literal["classes", "labels", "values"]
@@ -99,6 +100,19 @@ def output_names_of(source: Source) -> tuple[str, ...]:
     """Return the names of what the images are labelled with: classes, labels or columns."""
     targets = targets_of(source)
     return source.classes if targets is None else targets.names
+
+
+def check_labelling(labelling: Labelling, source: Source, title: str) -> None:
+    """Raise if images have one class each, but should have several labels, or numbers."""
+    if labelling.kind in ("labels", "values") and targets_of(source) is None and (source.labels >= 0).any():
+        what = "several labels per image" if labelling.kind == "labels" else "numbers"
+        raise DataError(f"{title} has one class per image, not {what}; list the images in a manifest with {what}")
+
+
+def check_no_columns(labelling: Labelling, title: str) -> None:
+    """Raise if columns of labels were named for data without columns."""
+    if labelling.columns:
+        raise ConfigError(f"{title} has no columns, so {labelling.columns[0]!r} cannot be one; do not name columns")
 
 
 def resolved(labelling: Labelling, source: Source) -> Labelling:
