@@ -19,7 +19,7 @@ from vitrail.data.sources.given import Data, given_data
 from vitrail.data.sources.in_memory import InMemory
 from vitrail.data.sources.selection import choose_images, recorded_split
 from vitrail.errors import ConfigError, DataError
-from vitrail.evaluation import evaluate_chosen
+from vitrail.evaluation import evaluate_chosen, labelling_for
 from vitrail.explanations.attention import Fuse, Query
 from vitrail.explanations.explain import Each, Explainer, check_grid, explain
 from vitrail.explanations.explanation import Explanation, ending_of, plan_outputs
@@ -48,7 +48,7 @@ from vitrail.text import printable, printable_path
 from vitrail.training.candidate_results import CandidateSweep
 from vitrail.training.cluster import ClusterPlan
 from vitrail.training.recipe import Recipe
-from vitrail.training.recipe_files import unknown_setting
+from vitrail.training.recipe_files import default_recipe, recipe_for, unknown_setting
 from vitrail.training.sweep import Sweep, sweep
 from vitrail.training.train import Run, plan
 from vitrail.training.train import train as train_run
@@ -137,7 +137,8 @@ def train(
     """
     for argument in unknown:
         raise unknown_setting(train, argument, unknown[argument])
-    data = given_data(data)
+    asked = recipe_for(None, recipe or default_recipe(pretrained, None), changes)
+    data = given_data(data, labelling=asked.labelling)
     run = train_run(
         data, recipe=recipe, changes=changes, pretrained=pretrained, overrides=overrides, keys=keys, teacher=teacher,
         folder=folder, device=device, workers=workers, quiet=quiet, evaluate_on=evaluate_on,
@@ -212,7 +213,9 @@ def evaluate(
     check_decode(decode)
     bundle = ready_bundle(model, overrides=overrides, keys=keys)
     record = recorded_split(bundle.origin)
-    chosen = choose_images(data, split, record=record, on_progress=on_stage(on_progress, "listing"))
+    chosen = choose_images(
+        data, split, record=record, labelling=labelling_for(bundle, data), on_progress=on_stage(on_progress, "listing")
+    )
     return evaluate_chosen(
         bundle,
         chosen,

@@ -1,5 +1,6 @@
 """Evaluate a model: predict every image once, and compute the metrics."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.contents import recorded_contents
 from vitrail.data.sources.selection import Selection, seen_in_training
 from vitrail.data.sources.source import Source
+from vitrail.data.sources.targets import Labelling
 from vitrail.errors import DataError, Diverged
 from vitrail.runtime import InferencePrecision, OnPlan, Precision, PrecisionChoice, autocast, choose_device, eval_mode
 from vitrail.tasks.lookup import CLASSIFICATION, compare_for, task_of
@@ -70,6 +72,13 @@ def evaluate_bundle(
         kind=kind,
         task=task,
     )
+
+
+def labelling_for(bundle: Bundle, data: object) -> Labelling:
+    """Return how to read the labels that a bundle is evaluated on: as its task needs them."""
+    kind = task_of(bundle).kind
+    columns = bundle.classes if kind == "values" and isinstance(data, str | os.PathLike) else None
+    return Labelling(kind, columns or ())
 
 
 class _ReadyModel:

@@ -143,7 +143,11 @@ def describe_graph(graph: Graph, bundle: Bundle) -> dict[str, Any]:
         },
         "output": output_name(bundle.model),
         **(
-            {"task": bundle.task, "activation": task_of(bundle).activation}
+            {
+                "task": bundle.task,
+                "activation": task_of(bundle).activation,
+                **({"task_constants": bundle.task_constants} if bundle.task_constants else {}),
+            }
             if config.classes and config.pool != "none"
             else {}
         ),

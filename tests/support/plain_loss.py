@@ -13,4 +13,4 @@ from vitrail.training.supervised import Supervised
 def plain_loss(recipe: Recipe, weights: Tensor | None = None) -> Supervised:
     """Return a classifier with the loss of a recipe, with these class weights."""
     mixed = recipe.mixing is not None and recipe.mixing.on
-    return Supervised(CLASSIFICATION, partial(classification_loss, recipe.objective, weights), mixed)
+    return Supervised(CLASSIFICATION, partial(classification_loss, recipe.objective, weights), mixed, 0)

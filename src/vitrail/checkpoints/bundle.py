@@ -1,8 +1,9 @@
 """The bundle: a folder with everything needed to use a model: weights, architecture, task, preprocessing, class names.
 
 model.safetensors   the weights, under our names (timm's)
-config.json         under "vitrail": format_version, weights_sha256, vit, task, preprocess, classes, provenance;
-                    and, if timm supports the model, the keys that timm needs to open the folder
+config.json         under "vitrail": format_version, weights_sha256, vit, task, preprocess, classes, provenance, and
+                    task_constants if the task has any; and, if timm supports the model, the keys that timm needs
+                    to open the folder
 README.md           a model card
 """
 
@@ -35,7 +36,11 @@ WEIGHTS_DIGEST = "weights_sha256"
 """The key in config.json for the digest of the weights, as printed by `sha256sum model.safetensors`."""
 CLASSIFICATION = "classification"
 """The task of a model whose file does not name one: other libraries' checkpoints are classifiers."""
-TAGS = {CLASSIFICATION: ("image-classification",)}
+TAGS = {
+    CLASSIFICATION: ("image-classification",),
+    "multilabel": ("image-classification", "multi-label"),
+    "regression": ("image-regression",),
+}
 """The tags of a task on the Hugging Face Hub, for the model card; a task without a row has none of its own.
 `tasks` cannot have this table, because it is a higher layer."""
 METRICS = "metrics"
@@ -62,6 +67,8 @@ class Bundle:
     """Whether its assumptions were logged; not saved."""
     task: str = CLASSIFICATION
     """The name of the task that the head was trained for; without a head it has no meaning, and is not saved."""
+    task_constants: dict[str, Any] = field(default_factory=dict)
+    """What the task took from the training data, such as the mean of a regression target."""
 
     def __post_init__(self) -> None:
         outputs = self.model.config.classes
@@ -131,6 +138,7 @@ class Bundle:
             WEIGHTS_DIGEST: digest,  # not the last key, so that removing the line leaves valid JSON
             "vit": json.loads(self.model.config.resolved().to_json()),
             "task": self.task if self.model.config.classes else None,
+            **({"task_constants": self.task_constants} if self.task_constants and self.model.config.classes else {}),
             "preprocess": json.loads(self.preprocess.to_json()),
             "classes": None if self.classes is None else list(self.classes),
             "provenance": {"written_by": f"vitrail {__version__}", **self.provenance},
@@ -176,6 +184,7 @@ def digest_model(bundle: Bundle) -> str:
         bundle.preprocess.model_dump_json(),
         json.dumps(bundle.classes),
         bundle.task,
+        *([json.dumps(bundle.task_constants, sort_keys=True)] if bundle.task_constants else []),
     ]
     digest = hashlib.sha256("\0".join(words).encode())
     for name, tensor in bundle.model.state_dict().items():
@@ -215,12 +224,17 @@ def read_bundle(folder: Path, *, fresh: Sequence[str] = (), dtype: Dtype = "floa
     task = ours["task"] if ours["task"] is not None else CLASSIFICATION
     if not isinstance(task, str):
         raise CheckpointError(f"{folder / CONFIG} should have the name of a task, found {short_repr(task)}")
+    constants = ours.get("task_constants", {})
+    if not isinstance(constants, dict):
+        raise CheckpointError(
+            f"{folder / CONFIG} should have an object as task_constants, found {short_repr(constants)}"
+        )
     if not isinstance(ours["provenance"], dict):
         actual = short_repr(ours["provenance"])
         raise CheckpointError(f"{folder / CONFIG} should have an object as provenance, found {actual}")
     classes = None if names is None else tuple(names)
     provenance = {**ours["provenance"], **({"fresh": initialised} if initialised else {})}
-    return Bundle(model, preprocess, classes, provenance, task=task)
+    return Bundle(model, preprocess, classes, provenance, task=task, task_constants=constants)
 
 
 def is_bundle(config: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""`vitrail train`: train a classifier on a folder of images, and evaluate it."""
+"""`vitrail train`: train a model on labelled images, and evaluate it."""
 
 import os
 from dataclasses import replace
@@ -53,6 +53,10 @@ def train(
     run: Annotated[
         Path | None, typer.Option(help="Folder of the run; by default runs/DATA-HASH, with a hash of the recipe.")
     ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help="Task: classification, multilabel or regression; by default what the labels are."),
+    ] = None,
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", help="Change a setting of the recipe, such as optimizer.lr=3e-4. Can be repeated."),
@@ -83,12 +87,13 @@ def train(
         typer.Option(min=0, help="Number of data-loading processes; on a CPU, by default one per four cores."),
     ] = None,
 ) -> None:
-    """Train or fine-tune an image classifier, and evaluate it. Rerun the same command to resume."""
+    """Train or fine-tune a model on labelled images, and evaluate it. Rerun the same command to resume."""
     from vitrail.training.sessions import Stopped
 
+    changes = [*(changes or ()), *([] if task is None else [f"task={task}"])]
     settings: dict[str, Any] = {
         "recipe": recipe,
-        "changes": changes or (),
+        "changes": changes,
         "pretrained": pretrained,
         "overrides": read_overrides(override),
         "keys": keys,
@@ -107,7 +112,7 @@ def train(
         memory = None if gpu_memory is None else max(1, round(1e9 * gpu_memory))
         print_plan(
             vitrail.plan(
-                data, gpus=gpus, gpu_memory=memory, recipe=recipe, changes=changes or (), pretrained=pretrained,
+                data, gpus=gpus, gpu_memory=memory, recipe=recipe, changes=changes, pretrained=pretrained,
                 teacher=teacher, device=device,
             )
         )  # fmt: skip

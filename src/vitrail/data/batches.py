@@ -29,6 +29,7 @@ from vitrail.data.decode import LazyImage, open_image
 from vitrail.data.preprocess import Preprocess, resized_size
 from vitrail.data.slots import InSlots, Slots, empty_buffer
 from vitrail.data.sources.source import Pixels, Source
+from vitrail.data.sources.targets import labels_at
 from vitrail.data.stream import WHOLE_BATCH, RankSlice, Stream, evaluation_slice
 from vitrail.errors import ConfigError, DataError, StorageError, VitrailError
 from vitrail.runtime import available_cores
@@ -56,7 +57,7 @@ class Batch(NamedTuple):
     pixels: Tensor
     """(B, C, H, W), uint8, channels last in memory."""
     labels: Tensor
-    """(B,), -1 where the class is unknown."""
+    """(B,), -1 where the class is unknown; or targets (B, K)."""
     indices: Tensor
     """(B,), indices into the source."""
     lam: Tensor
@@ -73,6 +74,8 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> Self:
         """Move the tensors to a device, asynchronously if their memory is pinned."""
+        if device.type == "mps" and self.labels.dtype == torch.float64:  # which MPS does not have
+            return self._replace(labels=self.labels.float()).to(device)
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def clone(self) -> Self:
@@ -157,7 +160,7 @@ class Training(BatchDataset):
             load = partial(self.load, position=int(position))
             indices[row], rows[row], failed = load_readable(self.source, int(indices[row]), self.bad_files, load)
             bad += failed
-        labels = torch.from_numpy(self.source.labels[indices].astype(np.int64))
+        labels = torch.from_numpy(labels_at(self.source, indices))
         numbers = (torch.from_numpy(indices), torch.from_numpy(mix.lam), torch.from_numpy(mix.box))
         return Batch(pixels.permute(0, 3, 1, 2), labels, *numbers, tuple(bad))
 
@@ -271,7 +274,7 @@ class Evaluation(BatchDataset):
 
     def batch_of(self, pixels: Tensor, good: Sequence[int], bad: tuple[BadImage, ...]) -> Batch:
         """Return the batch of images (B, C, H, W) and their indices."""
-        labels = torch.from_numpy(self.source.labels[np.array(good, np.int64)].astype(np.int64))
+        labels = torch.from_numpy(labels_at(self.source, np.array(good, np.int64)))
         no_mixing = (torch.ones(len(good)), torch.zeros(len(good), 4, dtype=torch.int64))
         return Batch(pixels, labels, torch.tensor(good, dtype=torch.int64), *no_mixing, bad)
 

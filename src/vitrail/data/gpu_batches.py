@@ -34,6 +34,7 @@ from vitrail.data.gpu_decoding import GpuDecoder, Output, decoding_threads
 from vitrail.data.packing import PackedArrays
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Pixels
+from vitrail.data.sources.targets import labels_at
 from vitrail.errors import VitrailError
 
 DECODED_AT_ONCE = 256
@@ -202,7 +203,7 @@ class EncodedTraining(Dataset[Any]):
             indices[row], made, others = load_readable(self.data.source, int(indices[row]), self.data.bad_files, load)
             pixels[row] = on_device(made, pixels.device)
             bad += [(row, one) for one in others]
-        labels = torch.from_numpy(self.data.source.labels[indices].astype(np.int64))
+        labels = torch.from_numpy(labels_at(self.data.source, indices))
         lam, box = torch.from_numpy(step.mix.lam), torch.from_numpy(step.mix.box)
         batch = Batch(
             pixels, labels, torch.from_numpy(indices), lam, box, tuple(one for _, one in sorted(bad, key=itemgetter(0)))

@@ -27,6 +27,7 @@ from vitrail.data.augmentation.on_device import (
 )
 from vitrail.data.batches import BadImage, Batch, Evaluation, Training, evaluation_batches, prefetch
 from vitrail.data.packing import PackedArrays, Slot
+from vitrail.data.sources.targets import label_rows
 from vitrail.errors import DataError
 
 READ_AT_ONCE = 256
@@ -91,7 +92,7 @@ class Resident:
         self.bad: list[BadImage] = []
         self.pixels, replacements = self._read(device)
         self.replacements = replacements.to(device)
-        self.labels = torch.from_numpy(training.source.labels.astype(np.int64)).to(device)
+        self.labels = torch.from_numpy(label_rows(training.source)).to(device)
         self.graphs: dict[Layout, _CapturedBatch | None] = {}
 
     def batches(self, start: int, stop: int) -> Generator[Batch, None, None]:

@@ -261,12 +261,12 @@ def predict_files(
     items = chain(sample, items)
     decoder = choose_decoder(wanted, place, opened.preprocess, sample, count=total, workers=workers)
     if output is None:
-        sink = TerminalWriter(chosen, task.rows, top) if sink is None else sink
+        sink = TerminalWriter(chosen, task.row_format(opened.classes), top) if sink is None else sink
     else:
         images, model = digest_places(places, null), digest_model(opened)
         calibration = resolved.digest if isinstance(resolved, Int8Engine) else ""
         job = PredictJob(images, model, top, engine, precision, chosen, computed, decode, decoder.name, calibration)
-        sink = Output(output, job, task.rows, resume=resume, overwrite=overwrite)
+        sink = Output(output, job, task.row_format(opened.classes), resume=resume, overwrite=overwrite)
     predictor: Predictor[Any] = (
         Predictor(opened, engine=engine, precision=resolved, device=device)
         if isinstance(resolved, str)

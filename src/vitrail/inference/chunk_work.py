@@ -93,7 +93,7 @@ class PredictWork:
         )
         rows, counted, encode = list(chain.from_iterable(made)), Sink(), Jsonl().encode
         counted.write(rows)
-        write_parquet(map(_line(encode), rows), target, predictor.task.rows.types)
+        write_parquet(map(_line(encode), rows), target, predictor.task.row_format(predictor.names).types)
         first_bad = () if counted.first_bad is None else (counted.first_bad,)
         return counted.done, counted.bad, tuple((printable_path(path), error) for path, error in first_bad)
 

@@ -16,6 +16,7 @@ from vitrail.data.decoder_choice import check_decode
 from vitrail.data.sources.given import Data
 from vitrail.data.sources.selection import choose_images, recorded_split
 from vitrail.data.sources.source import Source
+from vitrail.data.sources.targets import label_texts
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.inference.feature_files import (
     DType,
@@ -256,10 +257,9 @@ def embed_source(
 
 def feature_rows(some: FeatureBatch, source: Source, dtype: DType) -> FeatureRows:
     """Return the rows of a batch as they are written."""
-    indices, labels = some.indices.tolist(), some.labels.tolist()
+    indices = some.indices.tolist()
     names = [source.name(index) for index in indices]
-    classes = [None if label < 0 else source.classes[label] for label in labels]
-    return FeatureRows(as_written(some.features, dtype, names), indices, names, classes)
+    return FeatureRows(as_written(some.features, dtype, names), indices, names, label_texts(source, some.indices))
 
 
 def facts_of(request: FeatureRequest, depth: int, source: Source) -> str:

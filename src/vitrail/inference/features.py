@@ -221,7 +221,8 @@ class FeatureModel:
         with eval_mode(self.model):
             for images in decoder.batches(data, self.device, how.workers):
                 features = self._compute(images, source)
-                yield FeatureBatch(features, images.labels.numpy(), images.indices.numpy(), images.bad)
+                indices = images.indices.numpy()
+                yield FeatureBatch(features, source.labels[indices].astype(np.int64), indices, images.bad)
                 done += len(images.labels) + len(images.bad)
                 if how.on_progress is not None:
                     how.on_progress(done, len(source))

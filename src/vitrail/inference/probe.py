@@ -21,6 +21,7 @@ from vitrail.data.sources.opening import open_data, title_of
 from vitrail.data.sources.selection import recorded_split
 from vitrail.data.sources.source import Source
 from vitrail.data.sources.splits import Splits, split_indices
+from vitrail.data.sources.targets import targets_of
 from vitrail.errors import ConfigError, DataError, StorageError, suggest
 from vitrail.inference.features import DEFAULT_COMPUTE, ComputeOptions, FeatureRequest, Features, gather
 from vitrail.inference.protocols import choose_linear, draw_examples, fit_least_squares
@@ -183,6 +184,8 @@ def open_splits(
     """Open data in its splits: those of the model's own run if `record` fits this data, else as training would."""
     opened = given_data(data, on_progress)
     splits = _open(opened, record, on_progress)
+    if targets_of(splits.train) is not None:
+        raise DataError(f"{title_of(opened)} has more than one class per image, and a probe needs classes; use train")
     if (splits.test if plan.split == "test" else splits.val) is None:
         other = "; evaluate on its validation split with --split val (split='val')" if splits.val is not None else ""
         raise DataError(f"{title_of(opened)} has no {plan.split} split to evaluate on{other}")

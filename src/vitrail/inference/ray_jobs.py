@@ -90,7 +90,7 @@ def predict_on_ray(
         with folder:
             chunk = _chunk_size(options, folder)
             images, listing = write_listing(chain([first], items), folder.listing, chunk)
-            columns = ("number", "path", "error", *task.rows.types)
+            columns = ("number", "path", "error", *task.row_format(bundle.classes).types)
             settings = {"top": top, "engine": engine, "precision": used}
             job = _job("predict", bundle, listing, images, chunk, columns, settings)
             work = PredictWork(job, folder.path.absolute(), folder.listing.absolute(), bundle, top, batch, engine, used)

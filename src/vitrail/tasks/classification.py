@@ -142,7 +142,8 @@ class Classification(Task):
     rows = ClassRows()
     sections = ("mistakes", "classes", "confusion", "calibration", "curves", "model", "inside", "data", "reproduce")
     compared_sections = ("pairs", "settings", "curves", "classes", "reproduce")
-    settings = CLASS_SETTINGS
+    losses = ("softmax", "sigmoid")
+    settings = CLASS_SETTINGS - {"objective.loss"}
     metrics = ClassificationMetrics
 
     def outputs(self, classes: Sequence[str]) -> int:
@@ -269,7 +270,7 @@ def classification_loss(
 def loss_note(recipe: Mapping[str, Any]) -> LossNote:
     """Describe how the plotted losses of a resolved recipe differ."""
     objective = recipe.get("objective") or {}
-    if objective.get("loss", "softmax") == "sigmoid":
+    if objective.get("loss") == "sigmoid":
         return LossNote(
             "training: sum of sigmoid losses",
             "validation: log loss, on another scale",

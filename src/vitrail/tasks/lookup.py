@@ -2,13 +2,16 @@
 
 from vitrail.acceleration.agreement import Compare, compare_outputs
 from vitrail.checkpoints.bundle import Bundle
+from vitrail.data.sources.targets import Kind
 from vitrail.errors import CheckpointError, ConfigError, suggest
 from vitrail.models.checks import per_token
 from vitrail.tasks.classification import Classification
+from vitrail.tasks.multilabel import Multilabel
+from vitrail.tasks.regression import Regression
 from vitrail.tasks.task import Task
 
 CLASSIFICATION = Classification()
-TASKS: dict[str, Task] = {task.name: task for task in (CLASSIFICATION,)}
+TASKS: dict[str, Task] = {task.name: task for task in (CLASSIFICATION, Multilabel(), Regression())}
 
 
 def task_named(name: str) -> Task:
@@ -16,6 +19,11 @@ def task_named(name: str) -> Task:
     if name not in TASKS:
         raise ConfigError(f"no task is called {name!r}{suggest(name, TASKS)}; choose from {', '.join(TASKS)}")
     return TASKS[name]
+
+
+def task_of_kind(kind: Kind) -> Task:
+    """Return the task for images that are labelled with classes, labels or values."""
+    return next(task for task in TASKS.values() if task.kind == kind)
 
 
 def task_of(bundle: Bundle) -> Task:
@@ -37,7 +45,7 @@ def task_of_head(bundle: Bundle) -> Task | None:
             f"the bundle was trained for the task {bundle.task!r}, which this version of vitrail does not have; update "
             "vitrail"
         )
-    return TASKS[bundle.task]
+    return TASKS[bundle.task].with_constants(bundle.task_constants, bundle.model.config.classes)
 
 
 def compare_for(bundle: Bundle) -> Compare:

@@ -31,8 +31,10 @@ def _as_class_weights(value: Any) -> Any:
 class Objective(Frozen):
     """The loss and its targets."""
 
-    loss: Literal["softmax", "sigmoid"] = "softmax"
-    """`softmax`: cross-entropy. `sigmoid`: binary cross-entropy summed over classes (as in Google's code)."""
+    loss: Literal["softmax", "sigmoid", "l2", "l1", "huber"] | None = None
+    """`softmax`: cross-entropy; `sigmoid`: binary cross-entropy, for one class per image summed over classes (as in
+    Google's code). For numbers: `l2`, `l1`, or `huber`, which is quadratic up to one standard deviation. None: softmax
+    for classification, sigmoid for multilabel, l2 for regression."""
     label_smoothing: Rate = 0.0
     """Fraction of the target that is spread evenly over all classes."""
     class_weights: Annotated[Literal["none", "balanced"] | tuple[float, ...], BeforeValidator(_as_class_weights)] = (
@@ -61,7 +63,7 @@ def loss(logits: Tensor, targets: Tensor, objective: Objective, weights: Tensor 
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     targets = targets.to(logits.dtype)
     weights = None if weights is None else weights.to(logits)
-    if objective.loss == "softmax":
+    if objective.loss in (None, "softmax"):
         return F.cross_entropy(logits, targets, weight=weights)
     by_image = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(dim=1)
     if weights is not None:

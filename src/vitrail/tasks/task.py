@@ -4,14 +4,15 @@
     output -> prediction -> row      predict, serve, export
     predictions -> Metrics           validation, evaluation, report
 
-A task is data plus pure functions, and holds no state. Its name is recorded in the bundle and in the recipe, so no
-command needs an option for it.
+A task is data plus pure functions, and holds no state. What it takes from the data of a run, such as the mean of a
+regression target, are its constants: frozen fields, which `fitted` and `tuned` set in a copy. The bundle records the
+name of its task and the constants, so no command needs an option for them.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -22,14 +23,16 @@ from vitrail.acceleration.agreement import Agreement, compare_outputs
 from vitrail.data.augmentation.mixing import Mixing
 from vitrail.data.batches import BadImage
 from vitrail.data.sources.source import Source
+from vitrail.data.sources.targets import Kind
+from vitrail.errors import CheckpointError
 from vitrail.tasks.metrics import Metrics, MetricSpec
 from vitrail.tasks.objective import Objective
 from vitrail.text import number, rounded
 
 FieldType = Literal["string", "float", "strings", "floats"]
 TrainingLoss = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""Maps outputs (B, K), labels (B) and the mixing weights, if any, to the mean loss of the batch and the sum of the
-training metric over its images."""
+"""Maps outputs (B, K), labels (B), or targets (B, K), and the mixing weights, if any, to the mean loss of the batch and
+the sum of the training metric over its images."""
 
 
 CLASS_SETTINGS = frozenset({"mixing", "data.balance", *(f"objective.{name}" for name in Objective.model_fields)})
@@ -41,8 +44,8 @@ class Predictions(NamedTuple):
 
     outputs: NDArray[np.float32]
     """(N, K), activated by the task: the probabilities of a classifier."""
-    labels: NDArray[np.int64]
-    """(N,)."""
+    labels: NDArray[Any]
+    """(N,), class indices; or targets (N, K), see `vitrail.data.sources.targets`."""
     indices: NDArray[np.int64]
     """(N,): indices into the source."""
     bad: tuple[BadImage, ...] = ()
@@ -131,6 +134,8 @@ class Task(ABC):
 
     name: ClassVar[str]
     """As recorded in recipes and bundles."""
+    kind: ClassVar[Kind] = "classes"
+    """What images are labelled with."""
     output_noun: ClassVar[tuple[str, str]] = ("output", "outputs")
     """What an output of the head is, in singular and plural."""
     activation: ClassVar[str]
@@ -141,14 +146,19 @@ class Task(ABC):
     """The metrics that can select the best checkpoint, by the name a recipe gives them. The first one is the
     headline. Each has a key, under which `validation` returns it."""
     rows: ClassVar[RowFormat]
+    """How predictions are written; see `row_format`."""
     sections: ClassVar[tuple[str, ...]]
     """The sections of a report after the result, by their names in `vitrail.reports.report`."""
     compared_sections: ClassVar[tuple[str, ...]] = ("settings", "curves", "reproduce")
     """The same for the comparison of two runs, in `vitrail.reports.compare`."""
+    losses: ClassVar[tuple[str, ...]] = ()
+    """The values of objective.loss that the task supports, the default first; empty: it has its own."""
     settings: ClassVar[frozenset[str]] = frozenset()
     """The settings of a recipe about classes that the task supports, of `CLASS_SETTINGS`."""
     metrics: ClassVar[type[Metrics]]
     """The result type."""
+    is_tuned: ClassVar[bool] = False
+    """Whether some of its constants follow from predictions (`tuned`)."""
 
     @property
     def headline(self) -> MetricSpec:
@@ -169,27 +179,54 @@ class Task(ABC):
     def match(self, source: Source, names: tuple[str, ...] | None, outputs: int, *, by_number: bool = False) -> Source:
         """Return the source with labels as the model counts them; `names` are those of the model's outputs."""
 
-    def targets(self, labels: NDArray[np.int64], classes: Sequence[str]) -> NDArray[Any]:  # noqa: ARG002
-        """Return what the outputs are compared with, for labels (N) that count `classes`; by default the labels.
+    # ── constants ──
 
-        Training loss, validation and evaluation of a task all call it.
-        """
-        return labels
+    def fitted(self, labels: NDArray[Any]) -> Self:  # noqa: ARG002
+        """Return the task with the constants that follow from the labels of the whole training split."""
+        return self
+
+    def tuned(self, predictions: Predictions) -> Self:  # noqa: ARG002
+        """Return the task with the constants that follow from a model's predictions for the validation split."""
+        return self
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The constants as JSON-compatible values, as the bundle records them."""
+        return {}
+
+    def with_constants(self, constants: Mapping[str, Any], outputs: int) -> Self:  # noqa: ARG002
+        """Return the task with recorded constants; raise if they do not suit a head with that many outputs."""
+        if constants:
+            raise CheckpointError(
+                f"the bundle has constants of the task {self.name} ({', '.join(map(str, constants))}), which has none; "
+                "was it edited?"
+            )
+        return self
 
     # ── training ──
 
-    def check(self, objective: Objective, mixing: Mixing | None, *, balance: bool) -> list[str]:
-        """Return a sentence for each setting of a recipe that the task does not support."""
+    def resolved(self, objective: Objective) -> Objective:
+        """Return the objective with the default loss of the task, if it names none."""
+        return objective.replace(loss=self.losses[0]) if objective.loss is None and self.losses else objective
+
+    def unsupported(self, objective: Objective, mixing: Mixing | None, *, balance: bool) -> dict[str, Any]:
+        """Return the settings of a recipe that the task does not support, by their dotted names."""
         default = Objective()
         chosen = (
             {f"objective.{name}": value for name, value in objective if value != getattr(default, name)}
             | ({"mixing": "on"} if mixing is not None and mixing.on else {})
             | ({"data.balance": "true"} if balance else {})
         )
+        supported = self.settings | ({"objective.loss"} if objective.loss in self.losses else set())
+        return {name: value for name, value in chosen.items() if name not in supported}
+
+    def check(self, objective: Objective, mixing: Mixing | None, *, balance: bool) -> list[str]:
+        """Return a sentence for each setting of a recipe that the task does not support."""
+        losses = f"choose {' or '.join(self.losses)}" if self.losses else "leave it out"
         return [
-            f"{name} is {value}, but the task {self.name} does not support it; leave it out"
-            for name, value in chosen.items()
-            if name not in self.settings
+            f"{name} is {value}, but the task {self.name} does not support it; "
+            f"{losses if name == 'objective.loss' else 'leave it out'}"
+            for name, value in self.unsupported(objective, mixing, balance=balance).items()
         ]
 
     def loss_note(self, recipe: Mapping[str, Any]) -> LossNote:  # noqa: ARG002
@@ -198,9 +235,13 @@ class Task(ABC):
 
     @abstractmethod
     def training_loss(
-        self, objective: Objective, labels: NDArray[np.int64], classes: Sequence[str], device: torch.device
+        self, objective: Objective, labels: NDArray[Any], classes: Sequence[str], device: torch.device
     ) -> TrainingLoss:
         """Return the loss of a run; `labels` are those of its whole training split."""
+
+    def placeholders(self, images: int, outputs: int, device: torch.device) -> Tensor:  # noqa: ARG002
+        """Return labels of the right shape and type, to forecast the memory of a step."""
+        return torch.zeros(images, dtype=torch.int64, device=device)
 
     @abstractmethod
     def default_criterion(self, *, class_balanced: bool) -> str:
@@ -245,6 +286,10 @@ class Task(ABC):
     @abstractmethod
     def unread(self, error: str) -> Any:
         """Return the `Prediction` for an image that could not be read."""
+
+    def row_format(self, names: tuple[str, ...] | None) -> RowFormat:  # noqa: ARG002
+        """Return how the predictions of a model with these output names are written."""
+        return self.rows
 
     @abstractmethod
     def columns(self, predictions: Predictions, classes: Sequence[str]) -> dict[str, Any]:

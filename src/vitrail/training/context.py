@@ -78,8 +78,9 @@ def open_splits(data: Data, recipe: Recipe) -> Splits:
     if recipe.method is not None:
         return open_unlabelled(data, seed=recipe.seed, val=kept.val)
     return open_data(
-        data, seed=recipe.seed, val=kept.val, test=kept.test, fraction=kept.fraction, per_class=kept.per_class
-    )
+        data, seed=recipe.seed, val=kept.val, test=kept.test, fraction=kept.fraction, per_class=kept.per_class,
+        labelling=recipe.labelling,
+    )  # fmt: skip
 
 
 def run_context(plan: TrainingPlan, splits: Splits, ranks: Ranks, workers: int | None) -> RunContext:

@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -64,7 +64,7 @@ class Best:
     ranks: Ranks
     note: Callable[[str], None]
     bundle_of: Callable[[nn.Module, int], Bundle]
-    """Builds a bundle from a model and its step."""
+    """Builds a bundle from a model and its step, with the constants of the task that do not depend on the model."""
 
     @property
     def folder(self) -> Path:
@@ -91,7 +91,8 @@ class Best:
         provenance = self.ranks.from_main(best.provenance)
         if not self.ranks.is_main:
             best.model.load_state_dict(weights)
-            best = Bundle(best.model.eval(), best.preprocess, best.classes, provenance, task=best.task)
+            best = replace(best, model=best.model.eval(), provenance=provenance)
+        best.task_constants = self.ranks.from_main(best.task_constants)
         return best
 
     def check(self) -> BestStatus:

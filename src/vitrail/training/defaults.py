@@ -1,5 +1,6 @@
 """Resolve what a recipe leaves unset from the data and the model, each with a reason; warnings before a weak run."""
 
+import json
 import math
 from typing import Any
 
@@ -15,7 +16,7 @@ from vitrail.models.checks import per_token
 from vitrail.models.config import ConvLayer, ViTConfig
 from vitrail.models.lora import check_lora
 from vitrail.models.variants import PAPER, variant_config
-from vitrail.tasks.lookup import task_named
+from vitrail.tasks.lookup import CLASSIFICATION, task_of_kind
 from vitrail.tasks.task import Task
 from vitrail.training.finetune_init import FinetuneInit, for_task, planned_config
 from vitrail.training.optimizers import learning_rate
@@ -32,6 +33,7 @@ from vitrail.training.plan import (
 )
 from vitrail.training.pretraining.defaults import resolve_pretraining
 from vitrail.training.recipe import Recipe
+from vitrail.training.recipe_files import drop
 from vitrail.training.teacher import Teacher, TeacherSettings, check_channels, class_columns
 
 FEW_PHOTOS = 2_000
@@ -57,7 +59,10 @@ def resolve_defaults(
     if recipe.method is not None:
         return resolve_pretraining(recipe, facts, pretrained, teacher)
     defaults: list[ResolvedDefault] = []
-    task = task_named(recipe.task)
+    recipe = with_task(recipe, facts, defaults)
+    recipe.check_teacher(teacher)
+    task = recipe.known_task
+    recipe = recipe.replace(objective=task.resolved(recipe.objective))
     if faults := task.check(recipe.objective, recipe.mixing, balance=recipe.data.balance):
         raise ConfigError("; ".join(faults))
     if pretrained is not None:
@@ -94,8 +99,23 @@ def resolve_defaults(
     steps = steps_of(resolved, facts.images, batch)
     learning_rate(resolved.schedule, 0, steps, lr)  # raises if the schedule does not fit, before anything is written
     return TrainingPlan(
-        resolved, model, preprocess, facts.classes, batch, steps, lr, augmentation, mixing, defaults, teacher
+        resolved, model, preprocess, facts.classes, batch, steps, lr, augmentation, mixing, defaults, teacher, task
     )  # fmt: skip
+
+
+def with_task(recipe: Recipe, facts: DataFacts, defaults: list[ResolvedDefault]) -> Recipe:
+    """Return the recipe with the task that the labels call for, if it names none; without settings of other tasks."""
+    if recipe.task is not None or recipe.method is not None:
+        return recipe
+    task = task_of_kind(facts.kind)
+    defaults.append(ResolvedDefault("task", task.name, facts.kind_reason))
+    if task.name == CLASSIFICATION.name:
+        return recipe.replace(task=task.name)
+    known = json.loads(recipe.model_dump_json(exclude_unset=True)) | {"task": task.name}
+    for name in task.unsupported(recipe.objective, recipe.mixing, balance=recipe.data.balance):
+        defaults.append(ResolvedDefault(name, "off", f"the task {task.name} does not support it"))
+        drop(known, [name])
+    return Recipe.from_json(json.dumps(known))
 
 
 def before_training(facts: DataFacts, model: ViTConfig, *, fresh: bool) -> list[str]:
@@ -115,7 +135,7 @@ def before_training(facts: DataFacts, model: ViTConfig, *, fresh: bool) -> list[
 
 def _model(recipe: Recipe, facts: DataFacts, pretrained: Bundle | None, defaults: list[ResolvedDefault]) -> ViTConfig:
     fields = dict(recipe.model)
-    classes = task_named(recipe.task).outputs(facts.classes)
+    classes = recipe.known_task.outputs(facts.classes)
     paper = fields.pop("paper", False)
     if not isinstance(paper, bool) or (paper and pretrained is not None):
         raise ConfigError(
@@ -277,7 +297,7 @@ def _lr(
 
 def _criterion(recipe: Recipe, defaults: list[ResolvedDefault]) -> str:
     criterion = recipe.resolved_criterion()
-    if recipe.criterion is None and criterion != task_named(recipe.task).default_criterion(class_balanced=False):
+    if recipe.criterion is None and criterion != recipe.known_task.default_criterion(class_balanced=False):
         defaults.append(ResolvedDefault("criterion", criterion, "classes are weighted, so every class counts equally"))
     return criterion
 

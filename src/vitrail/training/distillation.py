@@ -68,7 +68,9 @@ class Distillation(Supervised):
         """Return the learner of a run with these training images."""
         base = Supervised.of(plan, train, device)
         opened = ClassTeacher(teacher, train.classes, device, precision, mixed=base.mixed)
-        return cls(base.task, base.task_loss, base.mixed, plan.recipe.teacher or TeacherSettings(), opened)
+        return cls(
+            base.task, base.task_loss, base.mixed, base.outputs, plan.recipe.teacher or TeacherSettings(), opened
+        )
 
     def module(self, model: ViT) -> nn.Module:
         """Return the model; with a distillation token, with the outputs of both heads."""

@@ -63,6 +63,12 @@ def for_task(pretrained: Bundle, how: FinetuneInit | None, task: str) -> Finetun
     return how.replace(head="fresh")
 
 
+def keeps_head(pretrained: Bundle, how: FinetuneInit, config: ViTConfig, names: tuple[str, ...] | None) -> bool:
+    """Whether fine-tuning starts with the head of the pretrained model, whose task is the same."""
+    same = config.classes == pretrained.model.config.classes and names in (None, pretrained.classes)
+    return how.head == "keep" and same
+
+
 def planned_config(pretrained: Bundle, how: FinetuneInit, fields: dict[str, Any], classes: int) -> ViTConfig:
     """Return the config of the adapted model: its own, with the recipe's fields and the number of classes.
 
@@ -94,8 +100,7 @@ def adapted(
     )
     if how.head == "keep" and task == pretrained.task == CLASSIFICATION:
         return adapt(bundle, classes=config.classes if names is None else names)
-    if how.head == "keep" and task == pretrained.task and config.classes == bundle.model.config.classes:
-        bundle.classes = names
+    if task == pretrained.task and keeps_head(pretrained, how, config, names):
         return bundle
     bundle.task = task
     _renew_head(bundle, how, config.classes, names)

@@ -19,7 +19,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.lora import add_adapters
 from vitrail.models.vit import ViT
 from vitrail.training.context import open_splits
-from vitrail.training.defaults import resolve_defaults
+from vitrail.training.defaults import resolve_defaults, with_task
 from vitrail.training.optimizers import freeze, parameter_groups
 from vitrail.training.plan import DataFacts, TrainingPlan, describe_data
 from vitrail.training.recipe import Recipe
@@ -27,7 +27,7 @@ from vitrail.training.recipe_files import read_value
 from vitrail.training.teacher import Teacher
 
 OPENING, CLOSING, QUOTES = "[{", "]}", "\"'"
-FIXED = ("data.val", "data.test")
+FIXED = ("data.val", "data.test", "data.labels", "task")
 """Settings that decide which images are held out; runs that differ in them cannot be compared. `data.fraction` and
 `data.per_class` do not: they reduce the training split only."""
 LONGEST_NAME = 60
@@ -165,6 +165,7 @@ class TrialPlanner:
     def trial(self, values: dict[str, Any], recipe: Recipe) -> Trial:
         """Resolve and validate a recipe with these values."""
         splits, facts = self._opened(recipe)
+        recipe = with_task(recipe, facts, [])
         plan = resolve_defaults(recipe, facts, self.bundle, self.teacher)
         _check(plan, splits)
         return Trial(values, recipe, plan)

@@ -10,8 +10,10 @@ memory forecast are the same for both.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from vitrail.checkpoints.bundle import Bundle
@@ -47,6 +49,8 @@ class Validation(NamedTuple):
     """By their keys in metrics.jsonl; `val_loss` is one of them."""
     images: int
     """The number of images."""
+    constants: Mapping[str, Any] = MappingProxyType({})
+    """The constants of the task that follow from these predictions."""
 
 
 class Learner(ABC):
@@ -84,9 +88,17 @@ class Learner(ABC):
     def loss(self, outputs: Any, batch: AnyBatch) -> tuple[Tensor, Tensor]:
         """Map the module's outputs to the mean loss and the sum of the training metric over the images."""
 
+    def placeholders(self, images: int, device: torch.device) -> Tensor:
+        """Return labels of the right shape and type, to forecast the memory of a step."""
+        return torch.zeros(images, dtype=torch.int64, device=device)
+
     @abstractmethod
     def validate(self, run: "TrainingRun") -> Validation:
         """Evaluate the current model on the validation split."""
+
+    def constants(self, run: "TrainingRun") -> Mapping[str, Any]:  # noqa: ARG002
+        """Return the constants of the task that follow from the current model's predictions."""
+        return {}
 
     @abstractmethod
     def standard_error(self, criterion: str, value: float, images: int) -> float | None:

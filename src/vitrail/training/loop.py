@@ -50,8 +50,9 @@ def _train_to_the_end(run: TrainingRun) -> None:
             take_steps(run, stepper)
     run.progress.finished = True
     with run.state.unsharded():
+        constants = run.learner.constants(run)
         if run.ranks.is_main:
-            save_in_run(run.bundle_now(), run.folder / LAST)
+            save_in_run(run.bundle_now(constants), run.folder / LAST)
     run.save()
     run.writer.wait()
 

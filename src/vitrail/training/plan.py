@@ -10,9 +10,10 @@ from vitrail.data.augmentation.mixing import Mixing
 from vitrail.data.decode import decode, open_image
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Source
+from vitrail.data.sources.targets import Kind, output_names_of, targets_of
 from vitrail.errors import ConfigError, DataError, StorageError
 from vitrail.models.config import ViTConfig
-from vitrail.tasks.lookup import task_named
+from vitrail.tasks.lookup import CLASSIFICATION
 from vitrail.tasks.task import Task
 from vitrail.training.recipe import Recipe
 from vitrail.training.teacher import Teacher
@@ -28,11 +29,14 @@ class DataFacts(NamedTuple):
 
     images: int
     classes: tuple[str, ...]
+    """What the images are labelled with: the names of the classes, labels or columns."""
     side: int
     """Median of the shorter sides, in pixels."""
     grey: bool
     device: str = "cpu"
     """Device type: "cpu", "cuda" or "mps". On a CPU the model has to be small to train in minutes."""
+    kind: Kind = "classes"
+    kind_reason: str = "every image has one class"
 
 
 class ResolvedDefault(NamedTuple):
@@ -61,7 +65,7 @@ class TrainingPlan(NamedTuple):
     model: ViTConfig
     preprocess: Preprocess
     classes: tuple[str, ...]
-    """The classes of the data, which labels count."""
+    """The classes of the data, which labels count; or the names of its labels or columns."""
     batch: int
     """If the recipe's batch is "auto": its upper bound."""
     steps: int
@@ -71,11 +75,8 @@ class TrainingPlan(NamedTuple):
     mixing: Mixing
     defaults: list[ResolvedDefault]
     teacher: Teacher | None = None
-
-    @property
-    def task(self) -> Task:
-        """What the model learns."""
-        return task_named(self.recipe.task)
+    task: Task = CLASSIFICATION
+    """What the model learns, with the constants that follow from the training labels."""
 
 
 def describe_data(source: Source, device: str = "cpu") -> DataFacts:
@@ -96,7 +97,9 @@ def describe_data(source: Source, device: str = "cpu") -> DataFacts:
             continue
     if not sides:
         raise DataError("none of the sampled images can be read; run vitrail check on the data")
-    return DataFacts(len(source), source.classes, int(np.median(sides)), all(grey), device)
+    targets = targets_of(source)
+    kind = () if targets is None else (targets.kind, targets.reason)
+    return DataFacts(len(source), output_names_of(source), int(np.median(sides)), all(grey), device, *kind)
 
 
 def with_batch(plan: TrainingPlan, batch: int, images: int, reason: str) -> TrainingPlan:

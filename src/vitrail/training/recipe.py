@@ -15,11 +15,13 @@ from vitrail.data.augmentation.augment import Augmentation
 from vitrail.data.augmentation.mixing import Mixing
 from vitrail.data.batches import BadFiles
 from vitrail.data.decoder_choice import Decode
+from vitrail.data.sources.targets import Labelling
 from vitrail.errors import ConfigError, suggest
 from vitrail.models.lora import LoRA
 from vitrail.schema import LIMIT, Count, Frozen, Names, Positive
 from vitrail.tasks.lookup import CLASSIFICATION, task_named
 from vitrail.tasks.objective import Objective
+from vitrail.tasks.task import Task
 from vitrail.training.averaging import Averaging
 from vitrail.training.distributed import Distributed
 from vitrail.training.finetune_init import FinetuneInit
@@ -48,6 +50,8 @@ def _as_batch(value: Any) -> Any:
 class DataSettings(Frozen):
     """The training data and how it is read."""
 
+    labels: Annotated[tuple[str, ...], Names] = ()
+    """The columns of a manifest that hold the labels; empty: by their names."""
     val: Fraction = 0.1
     """Fraction of every class for the validation split, if the data does not define one."""
     test: Fraction = 0.2
@@ -91,8 +95,9 @@ class DataSettings(Frozen):
 class Recipe(Frozen):
     """A training run."""
 
-    task: str = CLASSIFICATION.name
-    """What the model learns: `classification`."""
+    task: str | None = None
+    """What the model learns: `classification` (one class per image), `multilabel` (any number of labels) or
+    `regression` (numbers). None: what the labels are."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Random seed. Shuffling, augmentation, initialisation and dropout derive from it."""
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
@@ -116,8 +121,9 @@ class Recipe(Frozen):
     patience: Count = 0
     """Stop early after this many validations without improvement; 0 disables early stopping."""
     criterion: str | None = None
-    """The validation metric that selects the best checkpoint: `accuracy`, `balanced_accuracy`, `macro_f1` or `loss`.
-    None: balanced_accuracy if classes are balanced or weighted, else accuracy."""
+    """The validation metric that selects the best checkpoint. Classification: `accuracy`, `balanced_accuracy`,
+    `macro_f1` or `loss`; multilabel: `map`, `macro_f1`, `exact_match` or `loss`; regression: `mae`, `rmse`, `r2` or
+    `loss`. None: the first one; for classification balanced_accuracy if classes are balanced or weighted."""
     save_minutes: Annotated[float, Field(ge=0, le=1e5)] = 5.0
     """Minutes between saved training states; every validation saves one, too."""
     model: dict[str, Any] = Field(default_factory=dict)
@@ -167,8 +173,8 @@ class Recipe(Frozen):
             raise ConfigError(
                 f"[teacher] is for training with labels, and {methods[0]} has none; leave one of them out"
             )
-        criteria = task_named(self.task).criteria
-        if self.criterion is not None and self.criterion not in criteria:
+        criteria = {} if self.task is None else task_named(self.task).criteria
+        if criteria and self.criterion is not None and self.criterion not in criteria:
             raise ConfigError(
                 f"criterion is {self.criterion!r}; choose from {', '.join(criteria)}{suggest(self.criterion, criteria)}"
             )
@@ -220,7 +226,7 @@ class Recipe(Frozen):
             raise ConfigError("distill learns the features of a teacher; pass one with --teacher")
         if teacher is not None and self.method not in (None, "distill"):
             raise ConfigError(f"{self.method} learns without --teacher; leave it out, or use --method distill")
-        if teacher is not None and self.task != CLASSIFICATION.name:
+        if teacher is not None and self.task not in (None, CLASSIFICATION.name):
             raise ConfigError(f"the task {self.task} cannot learn from a teacher; leave out --teacher")
 
     def resolved_criterion(self) -> str:
@@ -228,7 +234,17 @@ class Recipe(Frozen):
         if self.method is not None:
             return "loss"
         balanced = self.data.balance or self.objective.class_weights != "none"
-        return self.criterion or task_named(self.task).default_criterion(class_balanced=balanced)
+        return self.criterion or self.known_task.default_criterion(class_balanced=balanced)
+
+    @property
+    def known_task(self) -> Task:
+        """The task; classification if the data has not decided it yet."""
+        return task_named(self.task or CLASSIFICATION.name)
+
+    @property
+    def labelling(self) -> Labelling:
+        """How to read the labels of the data."""
+        return Labelling(None if self.task is None else task_named(self.task).kind, self.data.labels)
 
     def identity(self) -> "Recipe":
         """Return the settings that the result depends on; the others are the defaults."""

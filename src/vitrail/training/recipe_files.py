@@ -60,13 +60,13 @@ def read_recipe(
         settings.append((path, value))
     task = next((value for path, value in reversed(settings) if path.strip() == "task"), CLASSIFICATION.name)
     if not isinstance(name, Recipe) and str(name) in preset_names() and isinstance(task, str):
-        _drop(table, CLASS_SETTINGS - task_named(task).settings)
+        drop(table, CLASS_SETTINGS - task_named(task).settings)
     for path, value in settings:
         _set(table, path, value)
     return Recipe.from_json(json.dumps(table))
 
 
-def _drop(table: dict[str, Any], names: Iterable[str]) -> None:
+def drop(table: dict[str, Any], names: Iterable[str]) -> None:
     """Remove values by their dotted names."""
     for name in names:
         section, _, leaf = name.partition(".")

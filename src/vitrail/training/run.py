@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from vitrail.data.gpu_batches import gpu_training_batches
 from vitrail.data.resident import Resident
 from vitrail.data.sources.source import Source
 from vitrail.data.sources.splits import Splits
+from vitrail.data.sources.targets import output_names_of
 from vitrail.data.stream import RankSlice, Stream
 from vitrail.data.views import AnyBatch, MultiCropTraining, view_batches
 from vitrail.models.lora import add_adapters, merged
@@ -132,9 +133,11 @@ class TrainingRun:
         pin = context.device.type == "cuda"
         return training_batches(self.training, first, steps, workers=context.workers, pin=pin)
 
-    def bundle_now(self) -> Bundle:
-        """Return the current model as a bundle."""
-        return self.best.bundle_of(self.state.plain, self.progress.step)
+    def bundle_now(self, constants: Mapping[str, Any]) -> Bundle:
+        """Return the current model as a bundle, with constants of the task that follow from its predictions."""
+        bundle = self.best.bundle_of(self.state.plain, self.progress.step)
+        bundle.task_constants = {**bundle.task_constants, **constants}
+        return bundle
 
     def log(self, finished: Iterable[FinishedStep]) -> None:
         """Log the metrics of finished steps."""
@@ -181,7 +184,7 @@ def start_run(job: Job, splits: Splits, pretrained: Bundle | None, folder: Path,
     plan, context = job
     ranks = context.ranks
     with ranks.together():
-        bundle = _initial_bundle(plan, splits.train.classes, pretrained)
+        bundle = _initial_bundle(plan, output_names_of(splits.train), pretrained)
         learner = learner_of(plan, context.device, splits.train, context.precision)
         state = _initial_state(job, bundle.model, learner)
         training = _training(job, splits.train)
@@ -229,8 +232,11 @@ def _initial_bundle(plan: TrainingPlan, classes: tuple[str, ...], pretrained: Bu
         return Bundle(ViT(plan.model), plan.preprocess, None, {"source": f"pretrained from scratch: {method}"})
     task, names = plan.task, plan.task.output_names(classes)
     if pretrained is not None:
-        return adapted(pretrained, plan.recipe.pretrained or FinetuneInit(), plan.model, task.name, names)
-    return Bundle(ViT(plan.model), plan.preprocess, names, {"source": "trained from scratch"}, task=task.name)
+        bundle = adapted(pretrained, plan.recipe.pretrained or FinetuneInit(), plan.model, task.name, names)
+    else:
+        bundle = Bundle(ViT(plan.model), plan.preprocess, names, {"source": "trained from scratch"}, task=task.name)
+    bundle.task_constants = task.constants
+    return bundle
 
 
 def _trained_bundle(plan: TrainingPlan, initial: Bundle, learner: Learner, module: nn.Module, step: int) -> Bundle:
@@ -244,7 +250,8 @@ def _trained_bundle(plan: TrainingPlan, initial: Bundle, learner: Learner, modul
     if plan.recipe.lora.rank:
         provenance["lora"] = plan.recipe.lora.record()
         model = merged(model)
-    return Bundle(model, plan.preprocess, initial.classes, provenance, task=initial.task)
+    constants = initial.task_constants
+    return Bundle(model, plan.preprocess, initial.classes, provenance, task=initial.task, task_constants=constants)
 
 
 def _initial_state(job: Job, model: ViT, learner: Learner) -> State:

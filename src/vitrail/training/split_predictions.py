@@ -12,6 +12,7 @@ from torch import nn
 from vitrail.data.batches import Batch, Evaluation
 from vitrail.data.resident import ResidentEvaluation
 from vitrail.data.sources.source import Source
+from vitrail.data.sources.targets import output_names_of
 from vitrail.data.stream import RankSlice
 from vitrail.errors import DataError, StorageError
 from vitrail.evaluation import predict_all
@@ -116,9 +117,9 @@ def write_test_predictions(predictions: Predictions, source: Source, path: Path,
             "index": pa.array(indices, pa.int64()),
             "name": pa.array([source.name(int(index)) for index in indices], pa.string()),
             "digest": pa.array([digest_of(source, int(index)) for index in indices], pa.string()),
-            **task.columns(sorted_rows, source.classes),
+            **task.columns(sorted_rows, output_names_of(source)),
         },
-        metadata={"classes": json.dumps(source.classes, ensure_ascii=False)},
+        metadata={"classes": json.dumps(output_names_of(source), ensure_ascii=False)},
     )
     with atomic_run_file(path) as temporary:
         pq.write_table(table, temporary, compression="zstd")

@@ -1,5 +1,6 @@
 """Learning a task from labels."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.batches import Batch
 from vitrail.data.sources.source import Source
+from vitrail.data.sources.targets import label_rows, output_names_of
 from vitrail.data.views import AnyBatch
 from vitrail.models.vit import ViT
 from vitrail.tasks.metrics import HELD_OUT, TRAINING, Metrics
@@ -31,19 +33,21 @@ class Supervised(Learner):
     task_loss: TrainingLoss
     mixed: bool
     """Whether mixup or CutMix is on."""
+    outputs: int
+    """How many outputs the head has."""
 
     @classmethod
     def of(cls, plan: TrainingPlan, train: Source, device: torch.device) -> "Supervised":
         """Return the learner of a run with these training images."""
-        loss = plan.task.training_loss(plan.recipe.objective, train.labels, train.classes, device)
-        return cls(plan.task, loss, plan.mixing.on)
+        loss = plan.task.training_loss(plan.recipe.objective, label_rows(train), output_names_of(train), device)
+        return cls(plan.task, loss, plan.mixing.on, plan.model.classes)
 
     @classmethod
     def without_labels(cls, plan: TrainingPlan, device: torch.device) -> "Supervised":
         """Return the learner without class weights, which need labels, and take no memory to speak of."""
         objective = plan.recipe.objective.replace(class_weights="none")
         loss = plan.task.training_loss(objective, np.arange(len(plan.classes)), plan.classes, device)
-        return cls(plan.task, loss, plan.mixing.on)
+        return cls(plan.task, loss, plan.mixing.on, plan.model.classes)
 
     def module(self, model: ViT) -> nn.Module:
         """Return the model."""
@@ -62,11 +66,21 @@ class Supervised(Learner):
         batch = cast("Batch", batch)  # views have no labels
         return self.task_loss(outputs, batch.labels, batch.lam if self.mixed else None)
 
+    def placeholders(self, images: int, device: torch.device) -> Tensor:
+        """Return the task's."""
+        return self.task.placeholders(images, self.outputs, device)
+
     def validate(self, run: "TrainingRun") -> Validation:
         """Predict the validation split."""
         predictions = run.predict(self.kept(run.state.plain), run.validation_source)
-        metrics = self.task.validation(predictions, run.validation_source.classes)
-        return Validation(metrics, len(predictions.labels))
+        metrics = self.task.validation(predictions, output_names_of(run.validation_source))
+        return Validation(metrics, len(predictions.labels), self.task.tuned(predictions).constants)
+
+    def constants(self, run: "TrainingRun") -> Mapping[str, Any]:
+        """Return the constants of the task that follow from predictions for the validation split."""
+        if not self.task.is_tuned:
+            return {}
+        return self.task.tuned(run.predict(self.kept(run.state.plain), run.validation_source)).constants
 
     def standard_error(self, criterion: str, value: float, images: int) -> float | None:
         """Return the task's."""
@@ -77,10 +91,11 @@ class Supervised(Learner):
         splits = run.splits
         source = splits.test or run.validation_source
         predictions = run.predict(best.model.to(run.job.device), source)
-        metrics = self.task.evaluate(predictions, source, kind=TRAINING if source is splits.train else HELD_OUT)
+        task = self.task.with_constants(best.task_constants, self.outputs)
+        metrics = task.evaluate(predictions, source, kind=TRAINING if source is splits.train else HELD_OUT)
         if run.logger is not None and splits.val is not None:
             gap = gap_warning(MetricsFile.read(run.folder), len(splits.val), self.task)
             metrics = replace(metrics, warnings=(*metrics.warnings, *gap))
         if final and run.logger is not None:
-            run.logger.test_predictions(predictions, source, self.task)
+            run.logger.test_predictions(predictions, source, task)
         return metrics

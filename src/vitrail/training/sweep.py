@@ -156,7 +156,7 @@ def sweep(
         raise ConfigError(f"jobs is {jobs!r}; pass a number of runs, at least 1")
     if only and candidates is None:
         raise ConfigError("only selects candidates of a file; this sweep has none")
-    data = given_data(data)
+    data = given_data(data, labelling=read_recipe(recipe or default_recipe(pretrained), changes).labelling)
     if jobs > 1 and isinstance(data, InMemory):
         raise ConfigError(f"jobs is {jobs}, but {data.title} cannot be sent to other processes; use jobs=1, or files")
     kind = choose_device(device).type  # raises for an invalid device before anything is read

@@ -17,7 +17,6 @@ import torch
 
 from vitrail import errors
 from vitrail.errors import VitrailError
-from vitrail.tasks.lookup import task_named
 from vitrail.text import first_line
 from vitrail.training.console import LOG
 from vitrail.training.sessions import Stopped, stop_signal
@@ -85,7 +84,7 @@ class SweepPool:
 
 def _outcome(run: PlannedRun) -> str:
     """Return the outcome of a finished run as text."""
-    outcome, headline = run.outcome, task_named(run.recipe.task).headline
+    outcome, headline = run.outcome, run.recipe.known_task.headline
     if outcome is None or outcome.diverged is not None:
         return "diverged"
     reached = headline.show(outcome.metrics[headline.key])

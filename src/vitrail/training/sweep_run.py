@@ -14,7 +14,6 @@ from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.sources.in_memory import InMemory
 from vitrail.errors import CheckpointError, ConfigError, Diverged
 from vitrail.io import ContentError, read_json
-from vitrail.tasks.lookup import task_named
 from vitrail.tasks.metrics import MetricSpec
 from vitrail.tasks.task import Task
 from vitrail.text import printable
@@ -146,7 +145,7 @@ class PlannedRun(NamedTuple):
             training.print(str(error))
             outcome = Outcome({}, None, self.steps, time.monotonic() - start, str(error))
         else:
-            best = _best_row(self.folder, task_named(self.recipe.task))
+            best = _best_row(self.folder, self.recipe.known_task)
             reached = {name: value for name, value in best.items() if name.startswith("val_")}
             outcome = Outcome(reached, best["step"], self.steps, time.monotonic() - start, None)
         write_json(self.folder / OUTCOME, asdict(outcome))

@@ -16,18 +16,20 @@ from vitrail.acceleration.planner import Purpose
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.cache import CacheSize, cached
 from vitrail.data.sources.given import Data, given_data
-from vitrail.data.sources.in_memory import InMemory, recorded_kind
+from vitrail.data.sources.in_memory import recorded_kind
 from vitrail.data.sources.splits import Splits
+from vitrail.data.sources.targets import label_rows
 from vitrail.errors import ConfigError
 from vitrail.runtime import Processes, busy_cpu_note, choose_device, process_group, repeatable
 from vitrail.tasks.metrics import Metrics
+from vitrail.tasks.task import Task
 from vitrail.training.auto_batch import fit_batch_to_memory, memory_limit
 from vitrail.training.cluster import ClusterPlan, plan_cluster, shard_if_needed
 from vitrail.training.console import RunConsole, SilentConsole
 from vitrail.training.context import Job, open_splits, run_context
 from vitrail.training.defaults import before_training, resolve_defaults
 from vitrail.training.distributed import Distributed, Ranks
-from vitrail.training.finetune_init import opened_pretrained
+from vitrail.training.finetune_init import keeps_head, opened_pretrained
 from vitrail.training.learners import shown_metrics
 from vitrail.training.loop import RunResult, train_run
 from vitrail.training.placement import place_images
@@ -82,7 +84,7 @@ def train(
     """
     if evaluate_on not in ("test", "val"):
         raise ConfigError(f"evaluate_on is {evaluate_on!r}; choose 'test' or 'val'")
-    data, chosen = given_data(data), choose_device(device)
+    chosen = choose_device(device)
     with process_group(chosen) as processes, Ranks(processes, chosen).watched() as ranks:
         with ranks.together():
             asked = recipe_for(method, recipe or default_recipe(pretrained, method), changes)
@@ -120,7 +122,7 @@ def plan(
     chosen = choose_device(device)
     asked = recipe_for(method, recipe or default_recipe(pretrained, method), changes)
     asked = asked.replace(distributed=Distributed(shard=False))  # both ways are planned
-    request = _request(given_data(data), asked, pretrained, None, None, teacher, None, chosen)
+    request = _request(data, asked, pretrained, None, None, teacher, None, chosen)
     context = run_context(request.plan, request.splits, Ranks(Processes(), chosen), None)
     available = memory_limit(chosen).free if gpu_memory is None else gpu_memory
     return plan_cluster(Job(request.plan, context), gpus, available)
@@ -162,7 +164,7 @@ class _Request(NamedTuple):
 
 
 def _request(
-    data: str | InMemory,
+    data: Data,
     recipe: Recipe,
     pretrained: str | Path | Bundle | None,
     overrides: Mapping[str, Any] | None,
@@ -174,14 +176,28 @@ def _request(
     recipe.check_pretrained(pretrained)
     recipe.check_teacher(teacher)
     bundle, taught_by = opened_pretrained(pretrained, overrides, keys), opened_teacher(teacher)
-    splits = open_splits(data, recipe)
+    opened = given_data(data, labelling=recipe.labelling)
+    splits = open_splits(opened, recipe)
     facts = describe_data(splits.train, device.type)
     plan = resolve_defaults(recipe, facts, bundle, taught_by)
+    plan = plan._replace(task=_fitted(plan, splits, bundle))
     advice = before_training(facts, plan.model, fresh=bundle is None) if recipe.method is None else []
-    origin = origin_of(data, bundle, taught_by)
+    origin = origin_of(opened, bundle, taught_by)
     place = Path(folder) if folder is not None else default_folder(origin, [plan.recipe])
     check_outside_data(place, origin)
     return _Request(plan, splits, bundle, origin, place, advice)
+
+
+def _fitted(plan: TrainingPlan, splits: Splits, pretrained: Bundle | None) -> Task:
+    """Return the task with its constants: those of the training labels, or of the head that is kept."""
+    task, how = plan.task, plan.recipe.pretrained
+    if plan.recipe.method is not None:
+        return task
+    if pretrained is not None and how is not None and pretrained.task == task.name and pretrained.task_constants:
+        names = task.output_names(plan.classes)
+        if keeps_head(pretrained, how, plan.model, names):
+            return task.with_constants(pretrained.task_constants, plan.model.classes)
+    return task.fitted(label_rows(splits.train))
 
 
 def _check_ranks_agree(ranks: Ranks, request: _Request) -> None:
@@ -204,7 +220,7 @@ def _check_ranks_agree(ranks: Ranks, request: _Request) -> None:
 def _data_digest(request: _Request) -> str:
     """Return a digest of the split, the order of the training labels and, of data in memory, its fingerprint."""
     digest = hashlib.blake2b(json.dumps(request.splits.record, sort_keys=True).encode(), digest_size=16)
-    digest.update(np.ascontiguousarray(request.splits.train.labels).data)
+    digest.update(np.ascontiguousarray(label_rows(request.splits.train)).data)
     if recorded_kind(request.origin.data) is not None:  # a path may differ between machines
         digest.update(request.origin.data.encode())
     return digest.hexdigest()

@@ -14,13 +14,13 @@ def validate(run: TrainingRun) -> None:
     """Validate the current model, log its metrics, and keep it if it is the best."""
     progress, criterion = run.progress, run.plan.recipe.resolved_criterion()
     with run.state.averaged(), run.state.unsharded():
-        metrics, images = run.learner.validate(run)
+        metrics, images, constants = run.learner.validate(run)
         reached = score(metrics, run.shown.criteria[criterion])
         is_highest = progress.reach(reached)
         if is_highest or run.learner.keeps_last or _is_as_good(run, criterion, reached, images):
             progress.best_step = progress.step
             if run.ranks.is_main:
-                run.best.save(run.bundle_now())
+                run.best.save(run.bundle_now(constants))
     row = {"step": progress.step, **metrics, "best": progress.best_step}
     if run.logger is not None:
         run.logger.validation(row)

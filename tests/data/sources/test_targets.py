@@ -23,11 +23,11 @@ import vitrail
 from vitrail.data.cache import CacheSize, cached
 from vitrail.data.sources.given import given_data
 from vitrail.data.sources.opening import open_source, open_unlabelled
-from vitrail.data.sources.selection import choose_images, match_classes, match_targets
+from vitrail.data.sources.selection import choose_images, match_classes
 from vitrail.data.sources.source import Source, Subset
 from vitrail.data.sources.splits import keys_of
 from vitrail.data.sources.strata import FEWEST, strata_of
-from vitrail.data.sources.targets import AUTOMATIC, Labelling, Targets, output_names_of, targets_of
+from vitrail.data.sources.targets import AUTOMATIC, Labelling, Targets, label_rows, output_names_of, targets_of
 from vitrail.errors import ConfigError, DataError
 
 MANY = 60
@@ -490,7 +490,9 @@ def test_targets_pass_through_every_wrapper(tmp_path: Path) -> None:
 def test_images_to_pretrain_on_need_no_targets(folder: Path) -> None:
     for data in (frame_of(folder, [["a"], ["b"], ["a", "b"]] * 8), as_csv(folder, age=[0.5, 1, 2] * 8)):
         splits = open_unlabelled(data)
-        assert splits.train.classes == ("image",)
+        assert splits.train.classes == output_names_of(splits.train) == ("image",)
+        assert targets_of(splits.train) is None
+        assert label_rows(splits.train).tolist() == [0] * len(splits.train)
         assert len(splits.train) + len(splits.val) == 24
 
 
@@ -533,28 +535,9 @@ def test_data_with_classes_is_not_labelled_otherwise(folder: Path) -> None:
 # ── evaluation ──
 
 
-def test_targets_are_matched_to_those_of_a_model(folder: Path) -> None:
+def test_a_classifier_does_not_fit_data_with_targets(folder: Path) -> None:
     source = open_source(frame_of(folder, [["dog"], ["cat", "dog"], []]))
-    matched = match_targets(source, "labels", ("sky", "dog", "cat"))
-    assert output_names_of(matched) == ("sky", "dog", "cat")
-    np.testing.assert_array_equal(targets_of(matched).values, [[0, 1, 0], [0, 1, 1], [0, 0, 0]])
-    assert match_targets(source, "labels", ("cat", "dog")) is source
-    with pytest.raises(
-        DataError, match="the data has the label 'cat', which the model does not have; its 2 labels are"
-    ):
-        match_targets(source, "labels", ("cats", "dog"))
-    with pytest.raises(
-        DataError, match="the data has several labels per image, but the model has numbers; label it in"
-    ):
-        match_targets(source, "values", ("age",))
     with pytest.raises(DataError, match="the data has several labels per image, but the model has one class per image"):
         match_classes(source, ("cat", "dog"), 2)
-    people = open_source(as_frame(folder, age=[0.5, 1], height=[1, 2]))
-    swapped = targets_of(match_targets(people, "values", ("height", "age")))
-    np.testing.assert_array_equal(swapped.values, [[1, 0.5], [2, 1]])
-    with pytest.raises(DataError, match=r"the data has numbers in 'age', 'height', but the model predicts 'age'$"):
-        match_targets(people, "values", ("age",))
-    with pytest.raises(DataError, match="the data has one class per image, but the model has numbers; label it in the"):
-        match_targets(open_source("digits"), "values", ("age",))
-    with pytest.raises(DataError, match="0\\.png and 1 more have no class, so predictions cannot be evaluated"):
-        match_targets(open_source([str(folder / "0.png"), str(folder / "1.png")]), "values", ("age",))
+    with pytest.raises(DataError, match="the data has numbers, but the model has one class per image; use a model of"):
+        match_classes(open_source(as_frame(folder, age=[0.5, 1])), ("cat", "dog"), 2)

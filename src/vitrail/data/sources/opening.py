@@ -39,6 +39,8 @@ from vitrail.data.sources.targets import (
     Labelling,
     check_labelling,
     check_no_columns,
+    labelling_record,
+    recorded_labelling,
     resolved,
     targets_of,
 )
@@ -75,6 +77,7 @@ def open_data(
     and data that cannot be split is used for training only.
     """
     check_subset(fraction, per_class)
+    labelling = recorded_labelling(record) or labelling
     opened = given_data(data, on_progress, labelling=labelling)
     title = title_of(opened)
     if isinstance(opened, InMemory):
@@ -105,6 +108,8 @@ def open_data(
         if wrong or few:
             return Splits(train, named.get("val"), named.get("test"), {})
     whole = split_source(train, seed=seed, val=val, test=test) if alone else _draw_val(named, seed, fractions)
+    kept = labelling_record(labelling, train)
+    whole = whole._replace(record={**whole.record, **kept})
     return take_subset(whole, seed=seed, fraction=fraction, per_class=per_class)
 
 

@@ -5,10 +5,10 @@ images, by which splits and samples are drawn and counted. The targets of subset
 of the source behind them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,9 +96,49 @@ def targets_of(source: Source) -> Targets | None:
     return targets.take(source.indices) if targets is not None and isinstance(source, Subset) else targets
 
 
+def _stored_targets(source: Source) -> Targets | None:
+    """Return the targets that the source or one behind it holds, of all of its images."""
+    base: Any = source
+    while base is not None:
+        own = getattr(base, "targets", None)
+        if isinstance(own, Targets) or own == IGNORED:
+            return own if isinstance(own, Targets) else None
+        base = getattr(base, "base", None)
+    return None
+
+
+def label_rows(source: Source) -> NDArray[Any]:
+    """Return what each image is labelled with: class indices (N), or targets (N, K)."""
+    return labels_at(source, np.arange(len(source)))
+
+
+def labels_at(source: Source, indices: NDArray[np.int64]) -> NDArray[Any]:
+    """Return the same for some images, in time that does not depend on the size of the source."""
+    base: Any = source
+    places = indices
+    while base is not None:
+        own = getattr(base, "targets", None)
+        if own == IGNORED:
+            break
+        if isinstance(own, Targets):
+            return own.values[places]
+        places = base.indices[places] if isinstance(base, Subset) else places
+        base = getattr(base, "base", None)
+    return source.labels[indices].astype(np.int64)
+
+
+def label_texts(source: Source, indices: NDArray[np.int64]) -> list[str | None]:
+    """Return what images are labelled with as text: "cat", "cat, outdoor" or "age 37.5"; None if it is unknown."""
+    known, targets = source.labels[indices].tolist(), _stored_targets(source)
+    if targets is None:
+        return [None if label < 0 else source.classes[label] for label in known]
+    own = replace(targets, values=labels_at(source, indices))
+    return [None if label < 0 else own.text(row) for row, label in enumerate(known)]
+
+
 def output_names_of(source: Source) -> tuple[str, ...]:
     """Return the names of what the images are labelled with: classes, labels or columns."""
-    targets = targets_of(source)
+    targets = _stored_targets(source)
     return source.classes if targets is None else targets.names
 
 
@@ -122,3 +162,23 @@ def resolved(labelling: Labelling, source: Source) -> Labelling:
         return labelling._replace(kind=targets.kind, separator=targets.separator)
     known = labelling.kind is not None or not len(source.labels) or int(source.labels.max()) < 0
     return labelling if known else labelling._replace(kind="classes")
+
+
+# ── what a split record says ──
+
+
+def labelling_record(labelling: Labelling, train: Source) -> dict[str, Any]:
+    """Return what a split record says of the labels, so that they are read alike again; nothing for plain classes."""
+    read = resolved(labelling, train)
+    if read.kind in (None, "classes") and labelling == AUTOMATIC:
+        return {}
+    return {"labelling": read._asdict() | {"columns": list(read.columns)}}
+
+
+def recorded_labelling(record: Mapping[str, Any] | None) -> Labelling | None:
+    """Return how a run read its labels; None if its record does not say so."""
+    kept = None if record is None else record.get("labelling")
+    if not isinstance(kept, Mapping):
+        return None
+    columns = kept.get("columns") or ()
+    return Labelling(kept.get("kind"), tuple(map(str, columns)), kept.get("separator"))

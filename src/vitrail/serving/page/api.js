@@ -37,10 +37,16 @@ export async function getImage(url) {
   return response.blob();
 }
 
-/** Return the top classes of an image. */
+/**
+ * Return what the model says of an image: its top classes or labels, or its numbers. Each has a name, an index, and a
+ * probability or a value; of a label also whether it is predicted.
+ */
 export async function predict(image, model, top, signal) {
   const response = await fetchJson(`v1/predict?${new URLSearchParams({ model, top })}`, post(image, signal));
-  return onlyResult(response).classes;
+  const { classes, labels, top_labels: topLabels, values } = onlyResult(response);
+  if (topLabels) return topLabels.map((label) => ({ ...label, predicted: labels.includes(label.name) }));
+  if (values) return values.map((column, index) => ({ ...column, index }));
+  return classes ?? [];
 }
 
 /** Return the `/v1/explain` result of an image; null options are omitted. */

@@ -1,27 +1,30 @@
-// Class probabilities as bars. Each is a button that explains its class.
+// Predictions as a list: probabilities of classes or labels with bars, or numbers. Each is a button that explains it.
 
-import { make, percent } from "./elements.js";
+import { amount, make } from "./elements.js";
 
-/** Fill a list with the top classes; `chosen` is the index of the explained class, or null. */
-export function showBars(list, classes, chosen, pick) {
+/** Fill a list with predictions; `chosen` is the index of the explained one, or null. */
+export function showBars(list, predictions, chosen, pick) {
   list.replaceChildren(
-    ...classes.map(({ name, index, probability }) => {
-      const fill = make("span", { className: "fill" });
-      fill.style.setProperty("inline-size", `${100 * probability}%`);
+    ...predictions.map((prediction) => {
+      const { name, index, probability, predicted } = prediction;
       const button = make(
         "button",
         { type: "button", title: `Show the evidence for ${name}`, "aria-pressed": String(index === chosen) },
-        make("span", { className: "name" }, name),
-        make("span", { className: "probability" }, percent(probability)),
-        make("span", { className: "bar", "aria-hidden": "true" }, fill),
+        make("span", { className: "name" }, predicted ? `✓ ${name}` : name),
+        make("span", { className: "probability" }, amount(prediction)),
       );
+      if (probability !== undefined) {
+        const fill = make("span", { className: "fill" });
+        fill.style.setProperty("inline-size", `${100 * probability}%`);
+        button.append(make("span", { className: "bar", "aria-hidden": "true" }, fill));
+      }
       button.addEventListener("click", () => pick(index));
       return make("li", {}, button);
     }),
   );
 }
 
-/** Mark the explained class. */
+/** Mark the explained one. */
 export function markBar(list, classes, chosen) {
   classes.forEach(({ index }, i) => {
     list.children[i]?.firstElementChild.setAttribute("aria-pressed", String(index === chosen));

@@ -1,6 +1,6 @@
 // Compare two models on one image: their predictions, and the correlation of their maps.
 
-import { percent } from "./elements.js";
+import { amount } from "./elements.js";
 
 /** Describe how two panels agree; null while one has no predictions yet. */
 export function comparison(one, other) {
@@ -8,9 +8,9 @@ export function comparison(one, other) {
   if (!first || !second) return null;
   const predictions =
     first.name === second.name
-      ? `Both predict ${first.name}: ${percent(first.probability)} and ${percent(second.probability)}.`
-      : `${one.model.name} predicts ${first.name} (${percent(first.probability)}), ` +
-        `${other.model.name} predicts ${second.name} (${percent(second.probability)}).`;
+      ? `Both predict ${first.name}: ${amount(first)} and ${amount(second)}.`
+      : `${one.model.name} predicts ${first.name} (${amount(first)}), ` +
+        `${other.model.name} predicts ${second.name} (${amount(second)}).`;
   const similarity = correlation(one.shown, other.shown);
   return similarity === null ? predictions : `${predictions} Their maps correlate at ${similarity.toFixed(2)}.`;
 }

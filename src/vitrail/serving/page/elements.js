@@ -26,6 +26,14 @@ export function percent(fraction) {
   return `${number.toFixed(number < 10 || (number > 99 && number < 100) ? 1 : 0)}%`;
 }
 
+/** Format a number with four significant digits: 37.52. */
+export const formatNumber = (value) => String(Number(value.toPrecision(4)));
+
+/** Format what a model says of one output: the probability of a class or a label, or a number. */
+export function amount({ probability, value }) {
+  return probability === undefined ? formatNumber(value) : percent(probability);
+}
+
 export const formatCount = (number) => number.toLocaleString("en");
 
 /** Abbreviate a large number: 5.7 million. */

@@ -2,7 +2,7 @@
 
 import { Failure, getModels, getModelSamples, getSamples, setHooks } from "./api.js";
 import { comparison } from "./compare.js";
-import { byId, make, percent, setMessage } from "./elements.js";
+import { amount, byId, make, setMessage } from "./elements.js";
 import { Panel } from "./panel.js";
 import { defaultSample, loadSample, markSample, showSamples, watchForImages } from "./image.js";
 import { Sequence } from "./sequence.js";
@@ -166,7 +166,7 @@ async function showImage(next) {
   }
   settlePending();
   const best = panels[0].classes?.[0];
-  byId("live").textContent = best ? `${panels[0].model.name} predicts ${best.name}, ${percent(best.probability)}.` : "";
+  byId("live").textContent = best ? `${panels[0].model.name} predicts ${best.name}, ${amount(best)}.` : "";
   await Promise.all(others);
   setTimeout(showShared); // draw the stages after the image is usable
 }

@@ -5,7 +5,7 @@ import { Attention, readMap } from "./arrays.js";
 import { PatchView } from "./attention.js";
 import { markBar, showBars } from "./bars.js";
 import { paintHeat } from "./colours.js";
-import { abbreviated, formatCount, make, percent, setMessage } from "./elements.js";
+import { abbreviated, formatCount, formatNumber, make, percent, setMessage } from "./elements.js";
 import { Heads } from "./heads.js";
 import { ResponseCache } from "./memory.js";
 import { defaultQuery, tokenLabel, isPatch, resolveQuery, patchOf, tokenIndices, specialTokens, tokenAt } from "./tokens.js";
@@ -117,9 +117,9 @@ export class Panel {
     this.draw();
   }
 
-  /** Whether the model classifies whole images. */
-  get classifiesImages() {
-    return this.model.task === "classification" && this.model.pool !== "none";
+  /** Whether the model predicts something about whole images. */
+  get predicts() {
+    return this.model.task !== null && this.model.pool !== "none";
   }
 
   /** The query token. */
@@ -146,7 +146,7 @@ export class Panel {
   }
 
   async #predict(image, signal) {
-    if (!this.classifiesImages) return [];
+    if (!this.predicts) return [];
     return predict(image.blob, this.model.name, TOP, signal);
   }
 
@@ -272,7 +272,7 @@ export class Panel {
     }
     if (!explanation.target) return "";
     const { name, probability, value } = explanation.target;
-    if (probability === undefined) return `Evidence for ${name}: ${Number(value.toPrecision(4))}.`;
+    if (probability === undefined) return `Evidence for ${name}: ${formatNumber(value)}.`;
     return `Evidence for ${name}, predicted with ${percent(probability)}.`;
   }
 
@@ -312,8 +312,11 @@ export class Panel {
     const { parts, classes, model } = this;
     showBars(parts.bars, classes, this.target, (index) => this.app.change(this, { target: index }));
     const count = model.class_count ?? model.classes?.length ?? 0;
+    const noun = model.task === "multilabel" ? "labels; ✓: predicted" : "classes";
     if (!classes.length) parts["predictions-note"].textContent = "This model does not classify whole images.";
-    else parts["predictions-note"].textContent = count > TOP ? `Top ${TOP} of ${formatCount(count)} classes` : "";
+    else if (classes[0].probability === undefined) parts["predictions-note"].textContent = "";
+    else if (count > TOP) parts["predictions-note"].textContent = `Top ${TOP} of ${formatCount(count)} ${noun}`;
+    else parts["predictions-note"].textContent = model.task === "multilabel" ? "✓: predicted" : "";
   }
 
   #tokenButton(name) {

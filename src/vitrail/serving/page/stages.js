@@ -1,7 +1,7 @@
 // The stages of the forward pass, each with a small drawing.
 
 import { heatColour, paintHeat, range } from "./colours.js";
-import { make } from "./elements.js";
+import { formatNumber, make } from "./elements.js";
 
 const [WIDE, TALL] = [168, 112];
 const GOLD = "#d9a400";
@@ -193,10 +193,12 @@ function drawPrediction(context, model, { classes }) {
   if (!classes?.length) return;
   const style = getComputedStyle(context.canvas);
   context.font = "11px system-ui, sans-serif";
-  classes.slice(0, 4).forEach(({ name, probability }, i) => {
+  classes.slice(0, 4).forEach(({ name, probability, value }, i) => {
     const y = 8 + i * 26;
+    const text = probability === undefined ? `${name} ${formatNumber(value)}` : name;
     context.fillStyle = style.color;
-    context.fillText(name.length > 24 ? `${name.slice(0, 23)}…` : name, 0, y + 5);
+    context.fillText(text.length > 24 ? `${text.slice(0, 23)}…` : text, 0, y + 5);
+    if (probability === undefined) return;
     context.fillStyle = style.borderColor;
     context.fillRect(0, y + 9, WIDE, 5);
     context.fillStyle = style.accentColor === "auto" ? GOLD : style.accentColor;
