@@ -69,7 +69,6 @@ def test_lists() -> None:
     assert read(["cat"], ["cat", "dog"], []) == Reading(
         "labels", "cells", None, "label holds several labels per image, such as ['cat', 'dog']"
     )
-    assert read([0, 1], [1, 0])[:2] == ("labels", "cells")  # as well the labels 0 and 1
     assert read([0, 1], [1, 1])[:2] == ("labels", "vectors")
     assert read([0.5, 1], [2, 3])[:2] == ("values", "vectors")
     assert read([3, 1], [2])[:2] == ("labels", "cells")

@@ -23,11 +23,11 @@ import vitrail
 from vitrail.data.cache import CacheSize, cached
 from vitrail.data.sources.given import given_data
 from vitrail.data.sources.opening import open_source, open_unlabelled
-from vitrail.data.sources.selection import choose_images
+from vitrail.data.sources.selection import choose_images, match_classes
 from vitrail.data.sources.source import Source, Subset
 from vitrail.data.sources.splits import keys_of
 from vitrail.data.sources.strata import FEWEST, strata_of
-from vitrail.data.sources.targets import AUTOMATIC, Labelling, Targets, output_names_of, targets_of
+from vitrail.data.sources.targets import AUTOMATIC, Labelling, Targets, label_rows, output_names_of, targets_of
 from vitrail.errors import ConfigError, DataError
 
 MANY = 60
@@ -245,7 +245,7 @@ def test_an_empty_text_is_no_label_only_if_there_may_be_several(folder: Path) ->
             open_source(write(folder, label=[["a", "b"], None, ["a"]]))
     frame = open_source(as_frame(folder, label=[["a", "b"], None, ["a"]]))  # not known, which is not the same
     assert frame.labels.tolist() == [0, -1, 0]
-    with pytest.raises(DataError, match=r"1\.png has no label; add one"):
+    with pytest.raises(DataError, match=r"1\.png has no label; add one \(an empty list if it has none\)"):
         vitrail.open_data(as_frame(folder, label=[["a", "b"], None, ["a"]]))
 
 
@@ -490,7 +490,9 @@ def test_targets_pass_through_every_wrapper(tmp_path: Path) -> None:
 def test_images_to_pretrain_on_need_no_targets(folder: Path) -> None:
     for data in (frame_of(folder, [["a"], ["b"], ["a", "b"]] * 8), as_csv(folder, age=[0.5, 1, 2] * 8)):
         splits = open_unlabelled(data)
-        assert splits.train.classes == ("image",)
+        assert splits.train.classes == output_names_of(splits.train) == ("image",)
+        assert targets_of(splits.train) is None
+        assert label_rows(splits.train).tolist() == [0] * len(splits.train)
         assert len(splits.train) + len(splits.val) == 24
 
 
@@ -515,3 +517,27 @@ def test_a_labelling_for_one_kind(folder: Path) -> None:
     assert targets(as_csv(folder, label=["a, b", "c"]), Labelling("labels", separator=";")).names == ("a, b", "c")
     assert targets(as_csv(folder, label=["1;5", "3"]), Labelling("labels")).names == ("1", "3", "5")
     assert targets(as_csv(folder, label=["1,5", "3"])).values.tolist() == [[1.5], [3.0]]
+
+
+def test_data_with_classes_is_not_labelled_otherwise(folder: Path) -> None:
+    images = np.arange(40 * 16, dtype=np.uint32).view(np.uint8).reshape(40, 8, 8)
+    for opened in (vitrail.open_data, open_source, choose_images):
+        with pytest.raises(
+            DataError, match="digits has one class per image, not numbers; list the images in a manifest"
+        ):
+            opened("digits", labelling=Labelling("values"))
+        with pytest.raises(ConfigError, match="digits has no columns, so 'age' cannot be one; do not name columns"):
+            opened("digits", labelling=Labelling(columns=("age",)))
+        with pytest.raises(ConfigError, match="the data has no columns, so 'age' cannot be one"):
+            opened((images, np.arange(40.0)), labelling=Labelling(columns=("age",)))
+
+
+# ── evaluation ──
+
+
+def test_a_classifier_does_not_fit_data_with_targets(folder: Path) -> None:
+    source = open_source(frame_of(folder, [["dog"], ["cat", "dog"], []]))
+    with pytest.raises(DataError, match="the data has several labels per image, but the model has one class per image"):
+        match_classes(source, ("cat", "dog"), 2)
+    with pytest.raises(DataError, match="the data has numbers, but the model has one class per image; use a model of"):
+        match_classes(open_source(as_frame(folder, age=[0.5, 1])), ("cat", "dog"), 2)

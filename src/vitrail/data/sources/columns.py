@@ -181,7 +181,7 @@ class LabelCollector:
         self, place: str, request: LabelRequest, read: ReadRows, *, unit: str, names: Sequence[str] | None = None,
         unknown: str | None = None,
     ) -> None:  # fmt: skip
-        self.place, self.columns, self.unit = place, request.columns, unit
+        self.place, self.columns, self.unit = printable_path(place), request.columns, unit
         self.request, self.reading = request, request.reading
         self.names, self.unknown = names, unknown
         self._rows = read
@@ -237,7 +237,7 @@ class LabelCollector:
         return self.reading is not None and self.reading.kind == "classes"
 
     def _where(self, row: ManifestRow) -> str:
-        return f"{printable_path(self.place)}, {self.unit} {row.number}"
+        return f"{self.place}, {self.unit} {row.number}"
 
     def keep(self, codes: Sequence[int], split: int | None) -> None:
         """Store what `read` returned for an image."""
@@ -253,33 +253,32 @@ class LabelCollector:
         counts = np.bincount(codes[codes >= 0], minlength=len(cells)).tolist()
         reading = self.request.decide({cell: count for cell, count in zip(cells, counts, strict=True) if count})
         for cell in cells if reading.kind != "classes" else ():
-            check_cell(cell, reading, printable_path(self.place), self.columns.labels[0].strip())
+            check_cell(cell, reading, self.place, self.columns.labels[0].strip())
         return reading
 
     def finish(self) -> tuple[Labelled, NDArray[np.int8] | None]:
         """Return what the images are labelled with, and the split of every row."""
-        place = printable_path(self.place)
         if not self._images:
-            raise DataError(f"{place} lists no images; add one {self.unit} per image")
+            raise DataError(f"{self.place} lists no images; add one {self.unit} per image")
         splits = np.array(self._splits, np.int8) if self.columns.split is not None else None
         if not self._codes:
             return Labelled((), np.full(self._images, -1, np.int64)), splits
         reading = self.reading or self._decided()
         codes = [np.array(stored, np.int64) for stored in self._codes]
         if reading.kind == "classes":
-            return self._classes(codes[0], place), splits
+            return self._classes(codes[0]), splits
         columns = [
             CellColumn(name.strip(), list(cells), some)
             for name, cells, some in zip(self.columns.labels, self._cells, codes, strict=True)
         ]
-        return targets_in(columns, reading, self.names, place=place), splits
+        return targets_in(columns, reading, self.names, place=self.place), splits
 
-    def _classes(self, codes: NDArray[np.int64], place: str) -> Labelled:
+    def _classes(self, codes: NDArray[np.int64]) -> Labelled:
         texts = [cell for cell in self._cells[0] if isinstance(cell, str)]
-        classes, lookup = order_classes(texts, self.names, place=place)
+        classes, lookup = order_classes(texts, self.names, place=self.place)
         if self.names is None and self._names:
             classes = tuple(self._names[text] for text in classes)
-            order_classes((), classes, place=place)  # raises for duplicate names
+            order_classes((), classes, place=self.place)  # raises for duplicate names
         return Labelled(classes, lookup[codes])
 
 

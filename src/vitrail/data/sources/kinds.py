@@ -72,7 +72,7 @@ def _of_lists(lists: Mapping[tuple[str, ...], int], subject: str, *, alone: bool
     labels = Reading("labels", "cells", None, _why_several(subject, example))
     if not alone or named:
         return labels
-    if _are_bits(lists) and any(len(set(cell)) < len(cell) for cell in lists):
+    if _are_bits(lists):
         check_not_one_hot(all(sum(BITS[text.lower()] for text in cell) == 1 for cell in lists), subject)
         return Reading("labels", "vectors", None, f"{subject} holds lists of 0 and 1")
     numbers = {text: number_in(text) for cell in lists for text in cell}

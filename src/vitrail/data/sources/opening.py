@@ -37,6 +37,8 @@ from vitrail.data.sources.targets import (
     AUTOMATIC,
     IGNORED,
     Labelling,
+    check_labelling,
+    check_no_columns,
     labelling_record,
     recorded_labelling,
     resolved,
@@ -83,6 +85,7 @@ def open_data(
     else:
         named = _open_splits(opened, labelling, faults, on_progress)
     train = named["train"]
+    check_labelling(labelling, train, title)
     wrong = not_trainable(title, train)
     for name in named.keys() - {"train"}:
         strange = strange_classes(named[name], train, f"the {name} split of {title}")
@@ -170,12 +173,19 @@ def _has_splits(place: str) -> bool:
 def open_source(data: Data, *, labelling: Labelling = AUTOMATIC, on_progress: Progress | None = None) -> Source:
     """Open data as one source, to predict or evaluate. Images without a class have label -1."""
     place = given_data(data, on_progress, labelling=labelling)
+    source = _open_source(place, labelling, on_progress)
+    check_labelling(labelling, source, title_of(place))
+    return source
+
+
+def _open_source(place: str | InMemory, labelling: Labelling, on_progress: Progress | None) -> Source:
     if isinstance(place, str) and is_saved(place):
         place = saved_data(place, labelling)
     if isinstance(place, InMemory):
         return _only_split(place)
     kind = kind_of(place)
     if kind == "digits":
+        check_no_columns(labelling, place)
         return digits()
     if kind == "pattern":
         return _one(place, group_shards(expand_pattern(place)), labelling, on_progress)
@@ -186,6 +196,7 @@ def open_source(data: Data, *, labelling: Labelling = AUTOMATIC, on_progress: Pr
             raise DataError(f"{printable_path(place)} has the splits {splits}; give the folder of one of them")
         if inside.shards:
             return _one(place, group_shards(inside.shards), labelling, on_progress)
+        check_no_columns(labelling, printable_path(place))
         return open_folder(place, unlabelled=True, on_progress=on_progress)
     if kind == "shard":
         return open_shards([place], labelling=labelling, unlabelled=True, on_progress=on_progress)
@@ -218,6 +229,7 @@ def _open_splits(
         return _labelled_splits(saved_data(place, labelling))
     kind = kind_of(place)
     if kind == "digits":
+        check_no_columns(labelling, place)
         return {"train": digits()}
     if kind == "pattern":
         return _open_shards_of_splits(place, expand_pattern(place), labelling, faults, on_progress)
@@ -227,6 +239,7 @@ def _open_splits(
             return _alike(splits, labelling, lambda folder, some: _open_split(folder, some, faults, on_progress))
         if inside.shards:
             return _open_shards_of_splits(place, inside.shards, labelling, faults, on_progress)
+        check_no_columns(labelling, printable_path(place))
         return {"train": open_folder(place, faults=faults, on_progress=on_progress)}
     if kind == "shard":
         return {"train": open_shards([place], labelling=labelling, on_progress=on_progress)}
@@ -266,6 +279,7 @@ def _open_split(place: str, labelling: Labelling, faults: Faults | None, on_prog
         return open_tables(inside.shards, labelling=labelling, faults=faults, on_progress=on_progress)
     if inside.shards:
         return open_shards(inside.shards, labelling=labelling, on_progress=on_progress)
+    check_no_columns(labelling, printable_path(place))
     return open_folder(place, faults=faults, on_progress=on_progress)
 
 

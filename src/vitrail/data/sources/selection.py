@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -271,36 +271,6 @@ def match_classes(source: Source, names: tuple[str, ...] | None, outputs: int, *
     if (targets := targets_of(source)) is not None:
         what = "several labels per image" if targets.kind == "labels" else "numbers"
         raise DataError(f"the data has {what}, but the model has one class per image; use a model of that task")
-    _check_labelled(source)
-    return _with_classes(source, names, outputs, by_number=by_number)
-
-
-def match_targets(source: Source, kind: Literal["labels", "values"], names: tuple[str, ...]) -> Source:
-    """Return a source with the targets of a model: its labels, or its numbers, in the model's order.
-
-    Labels that the data lacks are labels that none of its images has.
-    """
-    check_source(source)
-    targets = targets_of(source)
-    what = {"labels": "several labels per image", "values": "numbers"}
-    if targets is None and len(source.labels) and (source.labels >= 0).all():
-        raise DataError(f"the data has one class per image, but the model has {what[kind]}; label it in the same way")
-    _check_labelled(source)
-    if targets is None or targets.kind != kind:
-        actual = "no labels" if targets is None else what[targets.kind]
-        raise DataError(f"the data has {actual}, but the model has {what[kind]}; label it in the same way")
-    if kind == "labels":
-        _check_names(list(targets.present), names, "label")
-    elif set(targets.names) != set(names):
-        listed = ", ".join(map(repr, targets.names))
-        raise DataError(f"the data has numbers in {listed}, but the model predicts {', '.join(map(repr, names))}")
-    return (
-        source if targets.names == names else Renumbered(source, source.classes, source.labels, targets.renamed(names))
-    )
-
-
-def _check_labelled(source: Source) -> None:
-    """Raise if images have no label."""
     unknown = np.flatnonzero(source.labels < 0)
     if len(unknown):
         more = f" and {len(unknown) - 1:,} more have" if len(unknown) > 1 else " has"
@@ -308,9 +278,6 @@ def _check_labelled(source: Source) -> None:
             f"{source.name(int(unknown[0]))}{more} no class, so predictions cannot be evaluated; "
             "put images into class folders, add labels in a manifest, or use vitrail predict"
         )
-
-
-def _with_classes(source: Source, names: tuple[str, ...] | None, outputs: int, *, by_number: bool) -> Source:
     if names is None or by_number:
         if len(source.classes) != outputs:
             raise DataError(
@@ -327,14 +294,14 @@ def _with_classes(source: Source, names: tuple[str, ...] | None, outputs: int, *
     return Renumbered(source, names, lookup[source.labels])
 
 
-def _check_names(present: list[str], names: tuple[str, ...], what: str = "class") -> None:
-    """Raise unless the model has exactly one class, or label, of each name."""
+def _check_names(present: list[str], names: tuple[str, ...]) -> None:
+    """Raise unless the model has exactly one class of each name."""
     if strange := [name for name in present if name not in names]:
         more = f" (and {len(strange) - 1:,} more)" if len(strange) > 1 else ""
         listed = ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
         raise DataError(
-            f"the data has the {what} {strange[0]!r}{more}, which the model does not have; its {len(names):,} "
-            f"{'classes' if what == 'class' else 'labels'} are {listed}{suggest(strange[0], names)}"
+            f"the data has the class {strange[0]!r}{more}, which the model does not have; its {len(names):,} classes "
+            f"are {listed}{suggest(strange[0], names)}"
         )
     if twice := [name for name in present if names.count(name) > 1]:
         raise DataError(f"the model has several classes named {twice[0]!r}; match the classes by index")

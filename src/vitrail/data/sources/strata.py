@@ -54,7 +54,7 @@ def _of_labels(names: Sequence[str], has: NDArray[np.bool_]) -> Strata:
     counts = has.sum(axis=0)
     order = []
     for label in np.argsort(counts, kind="stable").tolist():
-        mine = left & has[:, label]
+        mine = left & has[:, label] if counts[label] >= FEWEST else left[:0]
         if mine.sum() >= FEWEST:
             order.append(label)
             left &= ~mine

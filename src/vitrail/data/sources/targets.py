@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitrail.data.sources.source import Source, Subset
+from vitrail.errors import ConfigError, DataError
 from vitrail.text import number
 
 Kind = Literal["classes", "labels", "values"]
@@ -100,8 +101,8 @@ def _stored_targets(source: Source) -> Targets | None:
     base: Any = source
     while base is not None:
         own = getattr(base, "targets", None)
-        if isinstance(own, Targets):
-            return own
+        if isinstance(own, Targets) or own == IGNORED:
+            return own if isinstance(own, Targets) else None
         base = getattr(base, "base", None)
     return None
 
@@ -117,6 +118,8 @@ def labels_at(source: Source, indices: NDArray[np.int64]) -> NDArray[Any]:
     places = indices
     while base is not None:
         own = getattr(base, "targets", None)
+        if own == IGNORED:
+            break
         if isinstance(own, Targets):
             return own.values[places]
         places = base.indices[places] if isinstance(base, Subset) else places
@@ -137,6 +140,19 @@ def output_names_of(source: Source) -> tuple[str, ...]:
     """Return the names of what the images are labelled with: classes, labels or columns."""
     targets = _stored_targets(source)
     return source.classes if targets is None else targets.names
+
+
+def check_labelling(labelling: Labelling, source: Source, title: str) -> None:
+    """Raise if images have one class each, but should have several labels, or numbers."""
+    if labelling.kind in ("labels", "values") and targets_of(source) is None and (source.labels >= 0).any():
+        what = "several labels per image" if labelling.kind == "labels" else "numbers"
+        raise DataError(f"{title} has one class per image, not {what}; list the images in a manifest with {what}")
+
+
+def check_no_columns(labelling: Labelling, title: str) -> None:
+    """Raise if columns of labels were named for data without columns."""
+    if labelling.columns:
+        raise ConfigError(f"{title} has no columns, so {labelling.columns[0]!r} cannot be one; do not name columns")
 
 
 def resolved(labelling: Labelling, source: Source) -> Labelling:
