@@ -122,7 +122,7 @@ def no_label_column(place: str, columns: Columns) -> DataError:
     """Return the error for a manifest without labels."""
     return DataError(
         f"{printable_path(place)} has no label column; rename one of its columns ({_listed(columns.header)}) to "
-        f"{' or '.join(LABEL_COLUMNS[:4])}"
+        f"{' or '.join(LABEL_COLUMNS[:4])}, or name it with --set data.labels=COLUMN"
     )
 
 
