@@ -107,3 +107,9 @@ def test_columns() -> None:
     assert several((0, 1), labelling=Labelling("values"))[:2] == ("values", "columns")
     assert several((0, 1), labelling=Labelling("classes")) is None
     assert candidates(["id", "Unnamed: 0", "", "cat", "dog", "cat"]) == ("cat", "dog")
+
+
+def test_a_column_named_labels_may_hold_several() -> None:
+    cells: dict[Cell, int] = {"cat;dog": 5, "dog;outdoor": 5}
+    assert decide(cells, AUTOMATIC, "label") == Reading(), "dog is shared, but cat and outdoor are not"
+    assert decide(cells, AUTOMATIC, "Labels")[:3] == ("labels", "cells", ";")
