@@ -521,11 +521,9 @@ def test_a_labelling_for_one_kind(folder: Path) -> None:
 
 def test_data_with_classes_is_not_labelled_otherwise(folder: Path) -> None:
     images = np.arange(40 * 16, dtype=np.uint32).view(np.uint8).reshape(40, 8, 8)
+    with pytest.raises(DataError, match="digits has one class per image, not numbers; list the images in a manifest"):
+        vitrail.open_data("digits", labelling=Labelling("values"))
     for opened in (vitrail.open_data, open_source, choose_images):
-        with pytest.raises(
-            DataError, match="digits has one class per image, not numbers; list the images in a manifest"
-        ):
-            opened("digits", labelling=Labelling("values"))
         with pytest.raises(ConfigError, match="digits has no columns, so 'age' cannot be one; do not name columns"):
             opened("digits", labelling=Labelling(columns=("age",)))
         with pytest.raises(ConfigError, match="the data has no columns, so 'age' cannot be one"):

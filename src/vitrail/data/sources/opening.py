@@ -87,7 +87,8 @@ def open_data(
     train = named["train"]
     check_labelling(labelling, train, title)
     wrong = not_trainable(title, train)
-    for name in named.keys() - {"train"}:
+    others = [name for name in ("val", "test") if name in named]
+    for name in others:
         strange = strange_classes(named[name], train, f"the {name} split of {title}")
         if strange and faults is not None and targets_of(train) is None:
             labelled = np.isin(np.array(named[name].classes)[named[name].labels], np.array(train.classes))
@@ -95,7 +96,7 @@ def open_data(
         wrong += strange
     if faults is None:
         report_faults(wrong, title, None)
-    named |= {name: renumber(named[name], train) for name in named.keys() - {"train"}}
+    named |= {name: renumber(named[name], train) for name in others}
     if per_class is not None and targets_of(train) is not None:
         raise ConfigError(f"per_class is {per_class}, but the images of {title} have no classes; use fraction")
     if record is not None:
@@ -173,12 +174,6 @@ def _has_splits(place: str) -> bool:
 def open_source(data: Data, *, labelling: Labelling = AUTOMATIC, on_progress: Progress | None = None) -> Source:
     """Open data as one source, to predict or evaluate. Images without a class have label -1."""
     place = given_data(data, on_progress, labelling=labelling)
-    source = _open_source(place, labelling, on_progress)
-    check_labelling(labelling, source, title_of(place))
-    return source
-
-
-def _open_source(place: str | InMemory, labelling: Labelling, on_progress: Progress | None) -> Source:
     if isinstance(place, str) and is_saved(place):
         place = saved_data(place, labelling)
     if isinstance(place, InMemory):
