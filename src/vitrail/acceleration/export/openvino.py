@@ -27,7 +27,6 @@ HINTS: dict[Precision, tuple[str, str]] = {
 """OpenVINO's name of each precision as a hint, and in the list of CPU capabilities."""
 
 
-@functools.cache
 def core() -> Any:
     """Return OpenVINO's runtime, which is never closed.
 
@@ -35,7 +34,11 @@ def core() -> Any:
     runtime is closed. If another thread closes it, for example when a served model is replaced, the next signal crashes
     the process, even the SIGCHLD of a data loading worker (seen in release 2026.4).
     """
-    openvino: Any = require("openvino", "openvino")
+    return _opened(require("openvino", "openvino"))
+
+
+@functools.cache
+def _opened(openvino: Any) -> Any:
     return openvino.Core()
 
 
