@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vitrail._version import __version__
 from vitrail.charts.svg import STYLE as CHART_STYLE
 from vitrail.charts.svg import escape
-from vitrail.text import ended, percent
+from vitrail.text import ended, number, percent
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -35,6 +35,11 @@ def points(difference: float) -> str:
     """Format a difference of fractions in percentage points, with its sign."""
     rounded = round(100 * difference, 1)
     return f"{rounded:+.1f}".replace("-", "\N{MINUS SIGN}") if rounded else "0.0"
+
+
+def signed(value: float, scale: float | None = None) -> str:
+    """Format a difference with its sign, with as many decimals as a number of size `scale` has."""
+    return f"{'' if value < 0 else '+'}{number(value, scale)}".replace("-", "\N{MINUS SIGN}")
 
 
 # ── page ──
