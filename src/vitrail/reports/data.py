@@ -18,7 +18,7 @@ from vitrail.reports.page import (
     sentences,
     table,
 )
-from vitrail.reports.run_record import Check, Record
+from vitrail.reports.run_record import Check, ColumnFacts, Record
 from vitrail.text import isolated, number, plural
 from vitrail.training.samples import INDEX, SAMPLES, Sample, read_samples
 
@@ -63,10 +63,10 @@ def _label_facts(check: Check) -> str:
     if facts is None:
         return ""
     none = plural(facts.without, "image has none", "images have none")
-    without = none if facts.without else "every image has one"
+    without = none if facts.without else "every image has at least one"
     most, fewest = ((isolated(one.name), plural(one.images, "image")) for one in (facts.most, facts.fewest))
     text = (
-        f"An image has {number(facts.per_image)} of {plural(facts.labels, 'label')} on average; {without}. The most "
+        f"An image has {facts.per_image:.3g} of {plural(facts.labels, 'label')} on average; {without}. The most "
         f"frequent label is {most[0]}, on {most[1]}; the rarest is {fewest[0]}, on {fewest[1]}."
     )
     return f"<p>{sentences(text)}</p>"
@@ -81,12 +81,16 @@ def _ranges(check: Check) -> str:
     rows = [
         [
             Cell(name(one.name)),
-            *(Cell(number(value), value) for value in (one.minimum, one.mean, one.maximum)),
+            *(Cell(number(value, _size(one)), value) for value in (one.minimum, one.mean, one.maximum)),
             Cell(f"{one.missing:,}", one.missing),
         ]
         for one in columns
     ]
     return table([Column("Column"), *titles], rows, caption="Numbers", sortable=len(rows) > 1)
+
+
+def _size(column: ColumnFacts) -> float:
+    return max(abs(column.minimum), abs(column.maximum))
 
 
 def _samples(run: Record) -> str:

@@ -75,14 +75,19 @@ class LabelPair(Pair):
         closer = f"It is lower for A on {int((losses > 0).sum()):,} images, and for B on {int((losses < 0).sum()):,}."
         text = (
             paragraph(self.statement)
-            + paragraph(mcnemar_statement(self.exact, "right about all labels"))
-            + points_apart(self.exact, " of exact matches")
+            + self._exact_matches()
             + paragraph(
                 f"The log loss of B minus that of A is {signed(mean, scale)}, 95% bootstrap interval "
                 f"{signed(low, scale)} to {signed(high, scale)}. {closer}"
             )
         )
         return counted_next_to(self.exact, text, "right")
+
+    def _exact_matches(self) -> str:
+        if self.exact.neither == self.exact.images:
+            return paragraph("Neither run has all labels of any image right.")
+        statement = paragraph(mcnemar_statement(self.exact, "right about all labels"))
+        return statement + points_apart(self.exact, " of exact matches")
 
     def differing_images(self, artifacts: RunArtifacts) -> str:
         """Return the images for which only one run has all labels right, by descending loss of the other."""

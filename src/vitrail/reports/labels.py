@@ -17,12 +17,14 @@ from vitrail.text import as_percent, number, plural
 
 FEW = 12
 """Up to this many labels, each has its curve."""
-EXTREMES = 6
+EXTREMES = 4
 """Weakest and best labels whose curves are drawn if there are more."""
 PAIRS = 12
 """Most frequent pairs of mistakes to list."""
 POINTS = 80
 """Points of a curve."""
+LISTED = 8
+"""Labels of an image to list."""
 
 
 # ── labels ──
@@ -174,14 +176,18 @@ def _card(artifacts: RunArtifacts, result: MultilabelMetrics, one: WrongLabels) 
     missed, added = set(one.true) - set(one.predicted), set(one.predicted) - set(one.true)
     text = (
         f"<p>True: {_listed(one.true, missed)}<br>Predicted: {_listed(one.predicted, added)}</p>"
-        f'<p class="quiet small">Map: {name(label)}, {why}</p>'
+        f'<p class="quiet small">Map: {name(label)} ({why})</p>'
     )
     place = result.labels.index(label) if label in result.labels else None
     return ImageCard(one.index, one.name, frozenset(one.true), place, label, text)
 
 
 def _listed(names: Sequence[str], wrong: Collection[str]) -> str:
-    return ", ".join(f"<strong>{name(one)}</strong>" if one in wrong else name(one) for one in names) or "none"
+    """Return labels, the right ones first and the wrong ones in bold."""
+    order = sorted(names, key=lambda one: one in wrong)
+    shown = [f"<strong>{name(one)}</strong>" if one in wrong else name(one) for one in order[:LISTED]]
+    more = [f"and {len(order) - LISTED:,} more"] if len(order) > LISTED else []
+    return ", ".join([*shown, *more]) or "none"
 
 
 def _most_wrong(artifacts: RunArtifacts, one: WrongLabels) -> tuple[str, str]:

@@ -56,11 +56,9 @@ def _charts(result: RegressionMetrics, stored: ValuePredictions) -> str:
         )
     for column in drawn:
         place = stored.columns.index(column.name)
-        heading = f"<h3>{name(column.name)}</h3>" if len(columns) > 1 else ""
         true, predicted = stored.true[:, place], stored.predicted[:, place]
-        body += (
-            f'{heading}<div class="pair">{"".join(map(chart, _pair(column.name, true, predicted, stored.names)))}</div>'
-        )
+        both = "".join(map(chart, _pair(column.name, true, predicted, stored.names)))
+        body += f'<div class="pair">{both}</div>'
     return body
 
 
@@ -121,11 +119,16 @@ def _table(result: RegressionMetrics) -> str:
             Cell(number(column.mae), column.mae),
             Cell(Metric(MAE, column.mae, column.mae_interval).span, column.mae_interval.low),
             *(_cell(value) for value in (column.baseline, column.rmse, column.r2, column.spearman)),
-            Cell(f"{number(column.true_range[0])} to {number(column.true_range[1])}", column.true_range[0]),
+            Cell(_range(*column.true_range), column.true_range[0]),
         ]
         for column in result.per_column
     ]
     return table(columns, rows, caption="Columns", sortable=len(rows) > 1)
+
+
+def _range(low: float, high: float) -> str:
+    scale = max(abs(low), abs(high))
+    return f"{number(low, scale)} to {number(high, scale)}"
 
 
 def _cell(value: float | None) -> Cell:

@@ -170,7 +170,7 @@ class MultilabelMetrics(Metrics):
     def lead(self) -> list[str]:
         """Chance, exact matches, the weakest label and the most frequent pair of mistakes."""
         sentences = [
-            f"A random order has {as_percent(self.chance)}.",
+            f"A random order would have {as_percent(self.chance)}.",
             f"All labels are right for {as_percent(self.exact_match)} of the images.",
         ]
         weakest = self.weakest_first
@@ -314,7 +314,8 @@ def _warnings(labels: Sequence[LabelScore], images: int) -> list[str]:
         return []
     more = f" and {len(weak) - 3:,} more" if len(weak) > 3 else ""
     shares = "" if len(weak) > 1 else f" ({percent(next(x.images for x in labels if x.name == weak[0]) / images)}%)"
+    label, are, them = ("labels", "are", "them") if len(weak) > 1 else ("label", "is", "it")
     return [
-        f"{', '.join(weak[:3])}{more} {'are' if len(weak) > 1 else 'is'} ranked no better than by chance{shares}; add "
-        "images with it, or check that the images show it"
+        f"the {label} {', '.join(weak[:3])}{more} {are} ranked no better than by chance{shares}; add images with "
+        f"{them}, or check that the images show {them}"
     ]

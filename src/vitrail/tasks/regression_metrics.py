@@ -143,7 +143,7 @@ class RegressionMetrics(Metrics):
         if len(self.per_column) == 1:
             return self.per_column[0].numbers
         each = [
-            metric._replace(spec=metric.spec._replace(name=f"{column.name}: {metric.name}"))
+            metric._replace(spec=metric.spec._replace(name=f"{metric.name} of {column.name}"))
             for column in self.per_column
             for metric in (column.numbers[0], column.numbers[2])
         ]
@@ -300,7 +300,7 @@ def _column(
 def _warnings(columns: Sequence[ColumnScore]) -> list[str]:
     """Warn of columns that the model predicts no better than a constant."""
     return [
-        f"{column.name} is predicted no better than by always giving the median (mean absolute error "
+        f"the column {column.name} is predicted no better than by always giving the median (mean absolute error "
         f"{number(column.mae)}, the median {number(column.baseline)}); train longer, start from a pretrained model, or "
         "check that the images show it"
         for column in columns
