@@ -12,6 +12,8 @@ from vitrail.charts.bars import Bar, Bin, bar_chart, reliability_diagram
 from vitrail.charts.dots import DotRow, dot_chart
 from vitrail.charts.heat import heat_map
 from vitrail.charts.lines import Series, line_chart, scatter
+from vitrail.charts.points import MOST_DOTS, point_chart
+from vitrail.charts.precision_recall import precision_recall_chart
 from vitrail.charts.svg import escape
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -29,6 +31,11 @@ def charts(name: str) -> list[str]:
         bar_chart([Bar(name, 3.0), Bar("other", 5.0, name)], title=name),
         reliability_diagram([Bin(0.5, 1.0, 4, 0.8, 0.75)], title=name),
         dot_chart([DotRow(name, [1, 2, 3], 2.0, (1.5, 2.5), name), DotRow("b", (), None)], title=name, x_label=name),
+        point_chart(
+            [1, 2, 3], [3, 1, 2], title=name, x_label=name, guide=name, notes=[name] * 3, trend=(name, [(1, 2)])
+        ),
+        point_chart(range(2000), range(2000), title=name, y_label=name, diagonal=True),
+        precision_recall_chart([0.5, 1], [1, 0.4], title=name, at=(0.5, 1), chance=0.2),
         heat_map([[0.5, 0.5], [0, 1]], rows=[name, "b"], columns=[name, "b"], title=name, x_label=name, y_label=name),
         heat_map(np.eye(70).tolist(), rows=[name] * 70, columns=[name] * 70, title=name),
     ]
@@ -82,6 +89,7 @@ def test_values_that_are_not_finite_are_skipped() -> None:
         lambda: line_chart([Series("a", [], [])], title="t"),
         lambda: scatter([Series("a", [1], [math.nan])], title="t"),
         lambda: bar_chart([], title="t"),
+        lambda: point_chart([1, math.inf], [math.nan, 1], title="t"),
         lambda: reliability_diagram([Bin(0, 1, 0, None, None)], title="t"),
         lambda: heat_map([], rows=[], columns=[], title="t"),
     ],
@@ -199,3 +207,78 @@ def test_dots_without_values() -> None:
     assert "nothing to draw" in texts(dot_chart([DotRow("a", (), None)], title="t"))
     shown = texts(dot_chart([DotRow("a", [1.0], 1.0), DotRow("b", (), None, note="diverged")], title="t"))
     assert {"a", "b", "diverged"} <= set(shown)
+
+
+# ── points ──
+
+
+def circles(svg: str) -> list[tuple[float, float]]:
+    return [(float(c.get("cx", "")), float(c.get("cy", ""))) for c in ET.fromstring(svg).iter(f"{SVG}circle")]
+
+
+def guide(svg: str) -> list[tuple[float, float]]:
+    """Return the ends of the dotted line, the last one of the drawing."""
+    (path,) = [p for p in ET.fromstring(svg).iter(f"{SVG}path") if p.get("class") == "guide" and "L" in p.get("d", "")]
+    return [tuple(map(float, end.split())) for end in path.get("d", "").removeprefix("M").split("L")]  # type: ignore[misc]
+
+
+def test_a_point_with_equal_values_is_on_the_diagonal() -> None:
+    svg = point_chart([1, 5, 9], [1, 5, 2], title="t", diagonal=True, guide="equal")
+    (x0, y0), (x1, y1) = guide(svg)
+    on_it, also_on_it, below = circles(svg)
+
+    def height(x: float) -> float:
+        return y0 + (x - x0) * (y1 - y0) / (x1 - x0)
+
+    assert on_it[1] == pytest.approx(height(on_it[0]), abs=0.2)
+    assert also_on_it[1] == pytest.approx(height(also_on_it[0]), abs=0.2)
+    assert below[1] > height(below[0]) + 20
+    assert "equal" in texts(svg)
+
+
+@pytest.mark.parametrize("errors", [[-3, 2, 0], [1, 2, 3], [-1, -2, -3], [0, 0, 0]])
+def test_the_guide_is_at_zero(errors: list[float]) -> None:
+    svg = point_chart([1, 2, 3], errors, title="t")
+    (_, start), (_, end) = guide(svg)
+    assert start == end
+    for (_, y), error in zip(circles(svg), errors, strict=True):
+        assert math.copysign(1, start - y) == math.copysign(1, error) if error else abs(y - start) < 0.2
+
+
+def test_many_points_are_counted_in_cells() -> None:
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=100_000)
+    svg = point_chart(x.tolist(), (x + generator.normal(size=100_000)).tolist(), title="t", diagonal=True)
+    assert len(svg) < 60_000
+    assert not circles(svg)
+    assert "100,000 points" in "".join(texts(svg, "desc"))
+    few = point_chart([0.0] * MOST_DOTS + [1.0], [0.0] * MOST_DOTS + [1.0], title="t", diagonal=True)
+    cells = {p.get("class"): p.get("d", "") for p in ET.fromstring(few).iterfind(f"{SVG}g/{SVG}path")}
+    assert {kind: path.count("M") for kind, path in cells.items()} == {"hit0": 1, "hit9": 1}
+    assert f"{MOST_DOTS:,}" in texts(few), "the strongest colour"
+    assert len(circles(point_chart([0.0] * MOST_DOTS, [0.0] * MOST_DOTS, title="t"))) == MOST_DOTS
+
+
+def test_points_that_are_not_finite_keep_the_notes_of_the_others() -> None:
+    svg = point_chart([1, math.nan, 3], [1, 2, 3], title="t", notes=["a", "b", "c"])
+    assert texts(svg, "title") == ["t", "a", "c"]
+
+
+def test_a_precision_recall_curve_starts_at_recall_zero() -> None:
+    svg = precision_recall_chart([0.5, 1], [1, 0.5], title="cat", at=(1, 0.5), chance=0.25)
+    root = ET.fromstring(svg)
+    (curve,) = [p.get("d", "") for p in root.iter(f"{SVG}path") if p.get("class") == "curve line1"]
+    points = [tuple(map(float, point.split())) for point in curve.removeprefix("M").split("L")]
+    assert len(points) == 3
+    assert points[0][1] == points[1][1] < points[2][1]
+    assert circles(svg) == [points[2]]
+    (chance,) = [p.get("d", "") for p in root.iter(f"{SVG}path") if p.get("class") == "guide"]
+    assert float(chance.removeprefix("M").partition("h")[0].split()[1]) > points[2][1]
+    assert "at the threshold: recall 100.0%, precision 50.0%" in "".join(texts(svg, "desc"))
+    assert "no image has this label" in texts(precision_recall_chart([], [], title="t"))
+
+
+def test_a_long_label_is_shortened_in_its_chart() -> None:
+    svg = precision_recall_chart([1], [1], title="a label " * 20)
+    assert all(len(text) <= 34 for text in texts(svg))
+    assert "a label " * 20 in texts(svg, "title")

@@ -27,11 +27,12 @@ from vitrail.metrics.multilabel import (
     mean_average_precision,
     micro_average_precision,
     micro_f1,
+    mistake_matrix,
     per_label,
     precision_recall_curve,
     predicted_labels,
 )
-from vitrail.metrics.multilabel_intervals import bootstrap_multilabel
+from vitrail.metrics.multilabel_intervals import bootstrap_difference, bootstrap_multilabel
 
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=60)
 cases = st.tuples(st.integers(0, 10_000), st.integers(1, 40), st.integers(1, 6), st.booleans())
@@ -275,6 +276,18 @@ def test_co_occurring_mistakes_by_their_definition(case: tuple[int, int, int, bo
     assert co_occurring_mistakes(predicted, truth, 2) == expected[:2]
 
 
+@PROPERTY
+@given(cases)
+def test_the_mistake_matrix_has_right_predictions_on_its_diagonal(case: tuple[int, int, int, bool]) -> None:
+    scores, truth = drawn(*case)
+    predicted = scores > 0.5
+    matrix = mistake_matrix(predicted, truth)
+    assert matrix.diagonal().tolist() == (predicted & truth).sum(axis=0).tolist()
+    pairs = co_occurring_mistakes(predicted, truth, 100)
+    assert matrix.sum() - matrix.trace() == sum(pair.images for pair in pairs)
+    assert all(matrix[pair.missed, pair.added] == pair.images for pair in pairs)
+
+
 def test_counting_mistakes_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     scores, truth = drawn(1, 200, 6)
     whole = co_occurring_mistakes(scores > 0.5, truth, 100)
@@ -283,6 +296,21 @@ def test_counting_mistakes_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyP
 
 
 # ── intervals ──
+
+
+def test_the_interval_of_a_difference_is_paired() -> None:
+    """Both models make nearly the same mistakes, so the difference is far more certain than the two scores."""
+    scores, truth = drawn(3, 300, 4)
+    noise = np.random.default_rng(0).normal(0, 0.02, scores.shape)
+    better = np.clip(scores + noise + 0.05 * truth, 0, 1)
+    low, high = bootstrap_difference(scores, better, truth)
+    apart = mean_average_precision(better, truth) - mean_average_precision(scores, truth)
+    assert 0 < low < apart < high
+    alone = bootstrap_multilabel(scores, truth, np.full(4, 0.5)).mean_average_precision
+    assert high - low < 0.5 * (alone.high - alone.low)
+    assert bootstrap_difference(scores, scores, truth) == (0, 0)
+    with pytest.raises(InputError, match="pass"):
+        bootstrap_difference(scores, better[:, :3], truth)
 
 
 @settings(derandomize=True, deadline=None, max_examples=20)

@@ -1,10 +1,10 @@
-"""Three runs shared by all report tests; tests that change one use a copy."""
+"""Runs shared by all report tests; tests that change one use a copy."""
 
 import shutil
 from pathlib import Path
 
 import pytest
-from tests.support.tiny_runs import images, tiny_pretraining, tiny_run
+from tests.support.tiny_runs import COLUMNS, images, labelled_images, tiny_pretraining, tiny_run
 
 from vitrail import Run
 
@@ -22,6 +22,41 @@ def run(data: Path) -> Path:
 @pytest.fixture(scope="session")
 def other_run(data: Path) -> Path:
     return tiny_run(data, data.parents[1] / "other", "optimizer.lr=0.01", "epochs=6").folder
+
+
+@pytest.fixture(scope="session")
+def manifests(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The same images with several labels each, and with numbers."""
+    return labelled_images(tmp_path_factory.mktemp("targets") / "data")
+
+
+@pytest.fixture(scope="session")
+def labels_run(manifests: tuple[Path, Path]) -> Path:
+    return tiny_run(manifests[0], manifests[0].parents[1] / "labels").folder
+
+
+@pytest.fixture(scope="session")
+def other_labels_run(manifests: tuple[Path, Path]) -> Path:
+    return tiny_run(manifests[0], manifests[0].parents[1] / "other labels", "optimizer.lr=0.03").folder
+
+
+@pytest.fixture(scope="session")
+def value_run(manifests: tuple[Path, Path]) -> Path:
+    """A run on one column of numbers."""
+    return tiny_run(manifests[1], manifests[1].parents[1] / "values", f'data.labels=["{COLUMNS[0]}"]').folder
+
+
+@pytest.fixture(scope="session")
+def other_value_run(manifests: tuple[Path, Path]) -> Path:
+    """A better one."""
+    changes = (f'data.labels=["{COLUMNS[0]}"]', "optimizer.lr=0.03", "epochs=12")
+    return tiny_run(manifests[1], manifests[1].parents[1] / "other values", *changes).folder
+
+
+@pytest.fixture(scope="session")
+def columns_run(manifests: tuple[Path, Path]) -> Path:
+    """A run on two columns."""
+    return tiny_run(manifests[1], manifests[1].parents[1] / "columns", f"data.labels={list(COLUMNS)}").folder
 
 
 @pytest.fixture(scope="session")

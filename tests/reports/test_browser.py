@@ -24,12 +24,27 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def files(run: Path, other_run: Path, done: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def files(
+    run: Path,
+    other_run: Path,
+    done: Run,
+    labels_run: Path,
+    other_labels_run: Path,
+    value_run: Path,
+    other_value_run: Path,
+    columns_run: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     return {
         "one": report(run, out=folder / "one.html"),
         "two": report(run, other_run, folder / "two.html"),
         "pretraining": report(done.folder, out=folder / "pretraining.html"),
+        "labels": report(labels_run, out=folder / "labels.html"),
+        "two-labels": report(labels_run, other_labels_run, folder / "two-labels.html"),
+        "values": report(value_run, out=folder / "values.html"),
+        "columns": report(columns_run, out=folder / "columns.html"),
+        "two-values": report(value_run, other_value_run, folder / "two-values.html"),
     }
 
 
@@ -59,7 +74,7 @@ def opened(browser: Any, files: dict[str, Path], request: pytest.FixtureRequest)
 
 EVERYWHERE = [
     (which, size, scheme)
-    for which in ("one", "two", "pretraining")
+    for which in ("one", "two", "pretraining", "labels", "two-labels", "values", "columns", "two-values")
     for size in (PHONE, DESKTOP)
     for scheme in ("light", "dark")
 ]
@@ -192,3 +207,31 @@ def test_the_confusion_matrix_has_enough_contrast(opened: Opened) -> None:
     result = opened.page.evaluate(CONTRASTS)
     assert len(result) >= len(CLASSES)
     assert min(result) >= 4.5
+
+
+OVERLAPS = """() => {
+  const found = [];
+  for (const chart of document.querySelectorAll("svg.chart")) {
+    const texts = [...chart.querySelectorAll("text")].map((text) => [text.textContent, text.getBoundingClientRect()]);
+    const frame = chart.getBoundingClientRect();
+    texts.forEach(([one, a], index) => {
+      if (a.left < frame.left - 1 || a.right > frame.right + 1) found.push(`${one} is cut off`);
+      for (const [other, b] of texts.slice(index + 1)) {
+        const [wide, high] = [Math.min(a.right, b.right) - Math.max(a.left, b.left),
+                              Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top)];
+        if (wide > 2 && high > 4) found.push(`${one} lies on ${other}`);
+      }
+    });
+  }
+  return found;
+}"""
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [(which, size, "light") for which in ("labels", "values", "columns", "two-values") for size in (PHONE, DESKTOP)],
+    indirect=True,
+    ids=lambda case: f"{case[0]}-{case[1]['width']}",
+)
+def test_the_texts_of_charts_do_not_overlap(opened: Opened) -> None:
+    assert opened.page.evaluate(OVERLAPS) == []

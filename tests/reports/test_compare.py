@@ -12,9 +12,9 @@ from tests.support.html_page import Page
 from tests.support.tiny_runs import CLASSES
 
 from vitrail.metrics.intervals import paired
-from vitrail.reports.compare import _statement
+from vitrail.reports.pair import mcnemar_statement
+from vitrail.reports.pairs import pair_runs
 from vitrail.reports.report import report
-from vitrail.reports.run_artifacts import paired_predictions
 from vitrail.reports.run_record import read_run
 from vitrail.text import as_percent
 
@@ -62,7 +62,7 @@ def test_classes_are_sorted_by_their_change(page: Page) -> None:
 def test_different_images_are_not_paired(run: Path, copy: Path) -> None:
     table = pq.read_table(copy / "test_predictions.parquet")
     pq.write_table(table.slice(1), copy / "test_predictions.parquet")
-    both, why = paired_predictions(read_run(run), read_run(copy))
+    both, why = pair_runs(read_run(run), read_run(copy))
     assert both is None
     assert "evaluated on different images" in why
     assert "evaluated on different images" in Page(report(run, copy, copy / "both.html")).sections["pairs"]
@@ -96,7 +96,7 @@ def test_the_same_data_at_another_path_is_paired(run: Path, copy: Path) -> None:
     place = table.schema.get_field_index("name")
     moved = pa.array([f"elsewhere/{number}.png" for number in range(table.num_rows)])
     pq.write_table(table.set_column(place, "name", moved), copy / "test_predictions.parquet")
-    both, _ = paired_predictions(read_run(run), read_run(copy))
+    both, _ = pair_runs(read_run(run), read_run(copy))
     assert both is not None
 
 
@@ -130,9 +130,9 @@ def test_a_run_does_not_differ_from_itself(run: Path, tmp_path: Path) -> None:
 def test_the_statement_reports_significance() -> None:
     first, second = np.zeros(40, bool), np.zeros(40, bool)
     second[:3] = True
-    assert "not significant" in _statement(paired(first, second))
+    assert "not significant" in mcnemar_statement(paired(first, second))
     second[:12] = True
-    assert "p < 0.001), so the difference is significant" in _statement(paired(first, second))
+    assert "p < 0.001), so the difference is significant" in mcnemar_statement(paired(first, second))
 
 
 def test_the_default_file_name_has_both_runs(copy: Path, other_run: Path) -> None:

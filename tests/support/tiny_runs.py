@@ -11,6 +11,7 @@ from vitrail.training.train import Run, train
 
 EVIL = "<script>alert(1)</script>"
 CLASSES = (EVIL, "quo\"te & 'amp'", "plain")
+COLUMNS = ("bright<i>ness", "noise")
 TINY = (
     "model.image_size=16", "model.patch_size=8", "model.stem=conv", "model.width=16", "model.depth=2", "model.heads=2",
     "epochs=4", "batch=16", "evaluations=3",
@@ -34,6 +35,30 @@ def images(folder: Path) -> Path:
     with (folder / "list.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([("path", "label"), *rows])
     return folder / "list.csv"
+
+
+def labelled_images(folder: Path) -> tuple[Path, Path]:
+    """Write images, and two manifests of them: with several labels each, and with numbers in two columns.
+
+    Each label has its colour, and the first number is the brightness.
+    """
+    folder.mkdir()
+    generator = np.random.default_rng(0)
+    labelled: list[tuple[str, ...]] = [("path", "labels")]
+    numbered: list[tuple[str, ...]] = [("path", *COLUMNS)]
+    for number in range(90):
+        has = generator.random(3) < 0.5
+        bright = int(generator.integers(0, 120))
+        pixels = generator.integers(bright, bright + 100, (20, 20, 3), np.uint8)
+        pixels[:, :, has] += np.uint8(30)
+        name = f"{number}\"'><i>.png"
+        Image.fromarray(pixels).save(folder / name)
+        labelled.append((name, ";".join(label for label, own in zip(CLASSES, has, strict=True) if own)))
+        numbered.append((name, f"{bright}", f"{generator.normal():.3f}"))
+    for file, rows in (("labels.csv", labelled), ("numbers.csv", numbered)):
+        with (folder / file).open("w", newline="", encoding="utf-8") as opened:
+            csv.writer(opened).writerows(rows)
+    return folder / "labels.csv", folder / "numbers.csv"
 
 
 def tiny_run(data: str | Path, folder: Path, *changes: str) -> Run:

@@ -131,7 +131,7 @@ def test_metrics_of_one_column() -> None:
     assert metrics.warnings == ()
     assert RegressionMetrics.from_dict(json.loads(json.dumps(metrics.as_dict()))).as_dict() == metrics.as_dict()
     useless = task.evaluate(predictions(np.full_like(true, 3.0), true), source(true, ("age",)), kind="images")
-    assert "age is predicted no better than by always giving the median" in useless.warnings[0]
+    assert "the column age is predicted no better than by always giving the median" in useless.warnings[0]
 
 
 def test_metrics_of_several_columns_are_in_standard_deviations() -> None:
@@ -141,7 +141,7 @@ def test_metrics_of_several_columns_are_in_standard_deviations() -> None:
     metrics = task.evaluate(predictions(predicted, true), source(true), kind="images")
     assert metrics.scaled_mae == pytest.approx(0.5 / np.arange(20.0).std())
     assert metrics.headline.name == "mean absolute error in standard deviations"
-    assert [one.name for one in metrics.numbers][1] == "age: mean absolute error"
+    assert [one.name for one in metrics.numbers][1] == "mean absolute error of age"
     assert task.validation(predictions(predicted, true), NAMES)["val_mae"] == pytest.approx(metrics.scaled_mae)
     assert "weakest column age" in metrics.summary
     assert metrics.tables[1].rows[0][1:3] == ("0.000", "1.000")

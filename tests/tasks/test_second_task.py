@@ -286,7 +286,7 @@ def test_it_predicts(run: Run, images: Path, tmp_path: Path) -> None:
 
 def test_it_reports(run: Run, resumed: Run, tmp_path: Path) -> None:
     page = Page(run.folder / "report.html")
-    assert "mean absolute error on 359 held-out images" in page.html
+    assert re.search(r"<h1>Mean absolute error \d\.\d+ on 359 held-out images</h1>", page.html)
     assert list(page.sections) == ["", "result", "tables", "curves", "model", "inside", "data", "reproduce"]
     assert "The largest error is that of" in page.html
     assert "<caption>Errors" in page.html

@@ -11,6 +11,8 @@ import pytest
 from tests.support.browser import chromium
 
 from vitrail.tasks.lookup import CLASSIFICATION
+from vitrail.tasks.multilabel import Multilabel
+from vitrail.tasks.regression import Regression
 from vitrail.training.curves import Curve, curve, curve_charts, curves_svg, draw_curves, headlines
 from vitrail.training.run_folder import MetricsFile
 from vitrail.training.train import train
@@ -112,6 +114,14 @@ def test_the_charts_show_the_values() -> None:
     validations = [row for row in CASES["a run"] if "val_top1" in row]
     assert tooltips == [f"validation split, step {row['step']}: {row['val_top1']:.1%}" for row in validations]
     assert "kept: 87.1%" in accuracy
+
+
+def test_only_the_headline_is_in_its_chart() -> None:
+    """The label accuracy in training says nothing about the mean average precision."""
+    rows = [{"step": step, "loss": 1.0, "label_accuracy": 0.97, "mae": 2.5} for step in (1, 2)]
+    rows += [{"step": 2, "val_map": 0.25, "val_mae": 3.0, "val_loss": 1.0, "best": 2}]
+    assert "training" not in curve_charts(rows, Multilabel())[1]
+    assert "training (augmented)" in curve_charts(rows, Regression())[1]
 
 
 def test_the_file_describes_its_losses(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def scatter(
 def legend(names: Sequence[tuple[str, int, bool]], width: float, *, dots: int = 0) -> tuple[str, float]:
     """Return the legend of series (name, colour, dashed) below the title, and the top of the panel.
 
-    The first `dots` entries have a dot instead of a line.
+    The first `dots` entries have a dot instead of a line. Colour 0 is a dotted guide.
     """
     if not names:
         return "", HEAD + 6
@@ -101,7 +101,7 @@ def legend(names: Sequence[tuple[str, int, bool]], width: float, *, dots: int = 
         extent = 30 + 6.6 * len(label)
         if x > MARGIN and x + extent > width:
             x, y = float(MARGIN), y + 17
-        style = f"curve line{shade(colour)}{' dashed' if dashed else ''}"
+        style = f"curve line{shade(colour)}{' dashed' if dashed else ''}" if colour else "guide"
         if index < dots:
             elements.append(
                 f'<circle class="mark fill{shade(colour)}" cx="{number(x + 8)}" cy="{number(y - 4)}" r="4"/>'

@@ -196,18 +196,29 @@ class CoOccurringMistake(NamedTuple):
 
 def co_occurring_mistakes(predicted: NDArray[np.bool_], truth: Truth, most: int) -> list[CoOccurringMistake]:
     """Return the most frequent pairs of a missed and a wrongly added label of the same image, in descending order."""
-    own = check_truth(predicted, truth)
-    missed, added = own & ~predicted, predicted & ~own
-    both = np.zeros((own.shape[1], own.shape[1]), np.int64)
-    rows = max(1, _AT_ONCE // own.shape[1])
-    for start in range(0, len(own), rows):
-        chunk = slice(start, start + rows)
-        both += (missed[chunk].T.astype(np.float32) @ added[chunk].astype(np.float32)).astype(np.int64)
+    both = mistake_matrix(predicted, truth)
+    np.fill_diagonal(both, 0)
     first, second = np.nonzero(both)
     order = np.argsort(-both[first, second], kind="stable")[:most]
     return [
         CoOccurringMistake(int(i), int(j), int(both[i, j])) for i, j in zip(first[order], second[order], strict=True)
     ]
+
+
+def mistake_matrix(predicted: NDArray[np.bool_], truth: Truth) -> NDArray[np.int64]:
+    """Count for each pair of labels the images on which one (row) is missed and the other (column) wrongly added.
+
+    On the diagonal are the images for which the label is predicted rightly.
+    """
+    own = check_truth(predicted, truth)
+    missed, added = own & ~predicted, predicted & ~own
+    counts = np.zeros((own.shape[1], own.shape[1]), np.int64)
+    rows = max(1, _AT_ONCE // own.shape[1])
+    for start in range(0, len(own), rows):
+        chunk = slice(start, start + rows)
+        counts += (missed[chunk].T.astype(np.float32) @ added[chunk].astype(np.float32)).astype(np.int64)
+    np.fill_diagonal(counts, np.count_nonzero(own & predicted, axis=0))
+    return counts
 
 
 # ── shared ──

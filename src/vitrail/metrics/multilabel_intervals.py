@@ -63,6 +63,38 @@ def bootstrap_multilabel(
     return MultilabelIntervals(*intervals)
 
 
+def bootstrap_difference(
+    first: Floats,
+    second: Floats,
+    truth: Truth,
+    *,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+    level: float = 0.95,
+) -> Interval:
+    """Return the bootstrap percentile interval of the mAP of `second` minus that of `first`, for the same images.
+
+    Both are (N, K). Each resample draws the same images for both; there are fewer of them for many images, see
+    `bootstrap_multilabel`. NaN if no label occurs.
+    """
+    own = check_truth(first, truth)
+    check_truth(second, truth)
+    estimates = [mean_average_precision(probabilities, own) for probabilities in (first, second)]
+    rankings = [
+        [_ranking(scores, has) for scores, has in zip(probabilities.T, own.T, strict=True) if has.any()]
+        for probabilities in (first, second)
+    ]
+
+    def score(weights: NDArray[np.float64]) -> NDArray[np.float64]:
+        drawn = weights.astype(np.float32)
+        before, after = (_mean_average_precision_of_each(each, drawn) for each in rankings)
+        return (after - before)[None]
+
+    difference = np.array([estimates[1] - estimates[0]])
+    (interval,) = bootstrap(score, difference, own.shape, seed=seed, resamples=resamples, level=level)
+    return interval
+
+
 class _Ranking(NamedTuple):
     """The images of one label by decreasing probability, in bins: each ends with equal ones that include a positive."""
 

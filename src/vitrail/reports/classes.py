@@ -1,18 +1,10 @@
-"""Per-class metrics, the confusion matrix, calibration, and the most confident mistakes."""
-
-from typing import NamedTuple
+"""Per-class metrics, the confusion matrix and calibration of a classifier."""
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from vitrail.charts.bars import FEW, Bar, Bin, bar_chart, reliability_diagram
 from vitrail.charts.heat import NAMED, WRITTEN, heat_map
-from vitrail.charts.svg import escape
-from vitrail.errors import VitrailError
-from vitrail.explanations.explain import Explainer, as_image
-from vitrail.explanations.explanation import enlarged
-from vitrail.explanations.request import ExplanationRequest, Method
 from vitrail.metrics.intervals import wilson_interval
 from vitrail.reports.page import (
     WIDTH,
@@ -21,17 +13,14 @@ from vitrail.reports.page import (
     Section,
     absent,
     chart,
-    embedded_image,
     name,
     paragraph,
-    path,
     span,
     table,
 )
-from vitrail.reports.run_artifacts import SIDE, RunArtifacts
 from vitrail.reports.run_record import Record
-from vitrail.tasks.classification_metrics import ClassificationMetrics, Mistake
-from vitrail.text import as_percent, plural, shorten, shorten_path
+from vitrail.tasks.classification_metrics import ClassificationMetrics
+from vitrail.text import as_percent, plural
 
 EXTREMES = 8
 """Number of classes with the lowest and the highest recall to show."""
@@ -40,9 +29,6 @@ PAIRS = 12
 NUMBER = Column("No.", number=True, hint="class number in the confusion matrix")
 SMALL = 12
 """Up to this many classes, the matrix fits in half the page width."""
-SHOWN = 12
-HIGH = 0.8
-"""Predictions with at least this confidence count as confident."""
 
 
 # ── classes ──
@@ -104,17 +90,18 @@ def _table(result: ClassificationMetrics) -> str:
                 Cell(name(row.name)),
                 *([Cell(f"{place + 1}")] if numbered else []),
                 Cell(f"{row.images:,}", row.images),
-                _percent_cell(row.recall),
+                percent_cell(row.recall),
                 Cell("–", "") if interval is None else Cell(span(interval), interval[0]),
-                _percent_cell(row.precision),
-                _percent_cell(row.f1),
+                percent_cell(row.precision),
+                percent_cell(row.f1),
                 Cell(_most_confused_with(result, matrix, place)),
             ]
         )
     return table(columns, rows, caption="All classes")
 
 
-def _percent_cell(value: float | None) -> Cell:
+def percent_cell(value: float | None) -> Cell:
+    """Return a cell with a fraction as a percentage; a dash for None."""
     return Cell(as_percent(value), "" if value is None else value)
 
 
@@ -172,7 +159,7 @@ def _pairs(result: ClassificationMetrics, matrix: NDArray[np.int64]) -> str:
             Cell(name(result.classes[one.true])),
             Cell(name(result.classes[one.predicted])),
             Cell(f"{one.images:,}", one.images),
-            _percent_cell(one.images / int(matrix[one.true].sum())),
+            percent_cell(one.images / int(matrix[one.true].sum())),
         ]
         for one in pairs
     ]
@@ -214,134 +201,3 @@ def calibration(run: Record) -> Section:
     ]
     body = f'<div class="pair">{chart(drawn)}<div>{"".join(map(paragraph, sentences))}</div></div>'
     return Section("calibration", "Calibration", title, body)
-
-
-# ── mistakes ──
-
-WHAT = "Look for wrong labels here, too. Each image is shown as stored"
-
-
-class MapKind(NamedTuple):
-    """How a model's predictions are explained."""
-
-    method: Method
-    name: str
-    caption: str
-
-
-RELEVANCE = MapKind(
-    "relevance",
-    "relevance",
-    "relevance map of the prediction (attention times gradient): bright regions contributed most",
-)
-GRADCAM = MapKind(
-    "gradcam",
-    "Grad-CAM",
-    "Grad-CAM map of the prediction (last feature map times gradient): bright regions support it most",
-)
-
-
-def map_kind(artifacts: RunArtifacts) -> MapKind:
-    """Return the kind of map: a ResNet without encoder blocks has no attention, which relevance needs."""
-    return RELEVANCE if artifacts.bundle is None or artifacts.bundle.model.config.depth else GRADCAM
-
-
-class ImageViews(NamedTuple):
-    """An image as stored and as the model's input, and the map of its prediction, if available."""
-
-    original: Image.Image | None
-    image: Image.Image
-    map: Image.Image | None
-
-
-def mistakes(artifacts: RunArtifacts) -> Section:
-    """Return the most confident mistakes with their images."""
-    result = artifacts.run.classified
-    if result is None:
-        return Section("mistakes", "Mistakes", "Mistakes", absent(artifacts.run.why_no_result))
-    if not result.worst:
-        return Section("mistakes", "Mistakes", "Mistakes", paragraph("Every prediction is correct."))
-    shown = result.worst[:SHOWN]
-    confident = [one for one in shown if one.confidence >= HIGH]
-    others = [one for one in shown if one.confidence < HIGH]
-    missing: set[str] = set()
-    body = paragraph(f"{WHAT}; below it are the model's input and the {map_kind(artifacts).caption}.")
-    if confident:
-        title = "Confident mistakes"
-        body += f"{_cards(artifacts, confident, missing)}"
-        body += f"<h3>Mistakes with less than {as_percent(HIGH)} confidence</h3>" if others else ""
-    else:
-        title = "Most confident mistakes"
-        body = (
-            paragraph(
-                f"No mistake has a confidence of {as_percent(HIGH)} or more; the highest is "
-                f"{as_percent(shown[0].confidence)}."
-            )
-            + body
-        )
-    body += _cards(artifacts, others, missing) if others else ""
-    return Section("mistakes", "Mistakes", title, _notes(artifacts, missing) + body)
-
-
-def load_views(artifacts: RunArtifacts, index: int, image_name: str, true: str, predicted: str) -> ImageViews | None:
-    """Return an image and the map of a prediction; None without a model or data."""
-    from vitrail.data.inputs import fitted
-
-    if artifacts.bundle is None or artifacts.source is None:
-        return None
-    item = artifacts.item(index, image_name, true)
-    original = artifacts.original(item)
-    try:
-        explained = Explainer(
-            artifacts.bundle,
-            ExplanationRequest(map_kind(artifacts).method),
-            target=artifacts.class_indices.get(predicted),
-        ).explain(item, image_name)
-    except VitrailError:
-        return ImageViews(original, enlarged(as_image(fitted(item, artifacts.bundle.preprocess)), SIDE), None)
-    return ImageViews(original, enlarged(explained.image, SIDE), explained.overlay(side=SIDE))
-
-
-def pair(views: ImageViews | None, image_name: str, map_name: str) -> str:
-    """Return the stored image, with the model's input and the map below it."""
-    if views is None:
-        return ""
-    original = (
-        "" if views.original is None else f'<div class="original">{embedded_image(views.original, image_name)}</div>'
-    )
-    first = embedded_image(views.image, f"{image_name}, model input")
-    second = "" if views.map is None else embedded_image(views.map, map_name)
-    return f'{original}<div class="two">{first}{second}</div>'
-
-
-def _notes(artifacts: RunArtifacts, missing: set[str]) -> str:
-    if artifacts.source is None:
-        return absent(artifacts.why_no_images)
-    if artifacts.bundle is None:
-        return absent(artifacts.why_no_bundle)
-    return absent(f"Some images or maps are missing: {'; '.join(sorted(missing)[:3])}.") if missing else ""
-
-
-def _cards(artifacts: RunArtifacts, mistakes: list[Mistake], missing: set[str]) -> str:
-    """Return mistakes as cards; reasons for missing images are added to `missing`."""
-    kind = map_kind(artifacts).name
-    cards = []
-    for mistake in mistakes:
-        try:
-            views = load_views(artifacts, mistake.index, mistake.name, mistake.true, mistake.predicted)
-        except (VitrailError, OSError) as error:
-            views = None
-            missing.add(str(error))
-        if views is not None and views.map is None:
-            missing.add(f"{kind} maps are not available for this model")
-        cards.append(_card(mistake, views, kind))
-    return f'<ul class="mistakes">{"".join(cards)}</ul>'
-
-
-def _card(mistake: Mistake, views: ImageViews | None, kind: str) -> str:
-    return (
-        f"<li>{pair(views, shorten(mistake.name), f'{kind} for {mistake.predicted}')}"
-        f"<p><strong>{name(mistake.true)}</strong> predicted as <strong>{name(mistake.predicted)}</strong>, "
-        f'confidence {as_percent(mistake.confidence)}</p><p class="quiet small file" title="{escape(mistake.name)}">'
-        f"{path(shorten_path(mistake.name))}</p></li>"
-    )

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 from vitrail.charts.svg import escape
 from vitrail.checkpoints.bundle import TEACHER
-from vitrail.metrics.intervals import Paired
 from vitrail.reports.curves import curves_of_two
 from vitrail.reports.model import command
 from vitrail.reports.page import (
@@ -16,16 +15,17 @@ from vitrail.reports.page import (
     page,
     paragraph,
     points,
+    signed,
     table,
     warnings,
 )
-from vitrail.reports.run_artifacts import PairedPredictions, disagreements, evaluated_on_same_images, paired_predictions
+from vitrail.reports.pair import TITLE, Pair
+from vitrail.reports.pairs import evaluated_on_same_images, pair_runs
 from vitrail.reports.run_record import Record, settings
 from vitrail.tasks.metrics import Metric, Metrics
-from vitrail.text import as_percent, capitalised, number, plural, shorten
-
-SIGNIFICANCE = 0.05
-"""A difference with a p-value below this is called significant."""
+from vitrail.tasks.multilabel_metrics import MultilabelMetrics
+from vitrail.tasks.regression_metrics import RegressionMetrics
+from vitrail.text import as_percent, capitalised, plural, shorten
 
 
 def compare(one: Record, other: Record, unreadable: Sequence[str] = ()) -> str:
@@ -34,13 +34,14 @@ def compare(one: Record, other: Record, unreadable: Sequence[str] = ()) -> str:
     if one.purpose != other.purpose:
         head, sections = _different_tasks(one, other, names)
         return page(title=f"{one.name} and {other.name}", head=head + warnings(unreadable), sections=sections)
-    both, why_not = paired_predictions(one, other)
+    both, why_not = pair_runs(one, other)
     alike = both is not None or evaluated_on_same_images(one, other)
     made: dict[str, Callable[[], Section]] = {
         "pairs": lambda: _pairs(one, both, why_not),
         "settings": lambda: _settings(one, other, names),
         "curves": lambda: curves_of_two(one, other, names),
         "classes": lambda: _classes(one, other, alike=alike),
+        "labels": lambda: _labels(one, other, alike=alike),
         "reproduce": lambda: _reproduce(one, other, names),
     }
     sections = [_numbers(one, other, names, alike=alike), *(made[name]() for name in one.compared_sections)]
@@ -68,18 +69,19 @@ def _different_tasks(one: Record, other: Record, names: tuple[str, str]) -> tupl
     return _titled(one, other, title, lead), sections
 
 
-def _head(one: Record, other: Record, both: PairedPredictions | None, *, alike: bool) -> str:
+def _head(one: Record, other: Record, both: Pair | None, *, alike: bool) -> str:
     a, b = one.result, other.result
     if a is None or b is None:
         why = " ".join(f"{run.name}: {run.why_no_result}" for run in (one, other) if run.result is None)
         return _titled(one, other, "The runs do not both have a result yet", why)
     values = f"{a.headline.text} vs. {b.headline.text}"
     if not alike:
-        title = f"Different test images: A {a.headline.text}, B {b.headline.text}"
+        what = "columns" if _other_columns(one, other) else "test images"
+        title = f"Different {what}: A {a.headline.text}, B {b.headline.text}"
         lead = _different(one, other)
     elif both is not None:
-        title = f"{_which(both.paired)}: {values}"
-        lead = _statement(both.paired)
+        title = f"{both.winner}: {values}"
+        lead = both.statement
     else:
         better, lead = _by_intervals(a.headline, b.headline)
         title = f"{better}: {values}"
@@ -103,6 +105,8 @@ def _by_intervals(a: Metric, b: Metric) -> tuple[str, str]:
 
 def _different(one: Record, other: Record) -> str:
     """Explain that two results cannot be compared, and how to make them comparable."""
+    if columns := _other_columns(one, other):
+        return f"A predicts {columns[0]} and B {columns[1]}, so the numbers do not show which model is better."
     on_a, on_b = map(_images, (one, other))
     return (
         f"A was evaluated on {on_a} and B on {on_b}, and these are not the same images, so the numbers do not show "
@@ -110,27 +114,20 @@ def _different(one: Record, other: Record) -> str:
     )
 
 
+def _other_columns(one: Record, other: Record) -> tuple[str, str] | None:
+    """Return what two regression runs predict, if that is not the same."""
+    a, b = one.result, other.result
+    if not (isinstance(a, RegressionMetrics) and isinstance(b, RegressionMetrics)) or set(a.columns) == set(b.columns):
+        return None
+    first, second = (shorten(", ".join(result.columns)) for result in (a, b))
+    return first, second
+
+
 def _images(run: Record) -> str:
     images = plural(0 if run.result is None else run.result.images, "image")
     if run.classified is None:
         return images
     return f"{images} of {plural(len(run.classified.classes), 'class', 'classes')}"
-
-
-def _which(result: Paired) -> str:
-    if result.chance >= SIGNIFICANCE:
-        return "No clear difference"
-    return "B is better" if result.difference > 0 else "A is better"
-
-
-def _statement(result: Paired) -> str:
-    """Summarise McNemar's test on the same images."""
-    only_one = f"only A is correct on {result.only_first:,} and only B on {result.only_second:,}"
-    if not result.only_first + result.only_second:
-        return f"On the same {plural(result.images, 'image')} both runs are correct on exactly the same ones."
-    p_value = "p < 0.001" if result.chance < 0.001 else f"p = {result.chance:.2g}"
-    so = "so the difference is significant" if result.chance < SIGNIFICANCE else "so the difference is not significant"
-    return f"On the same {plural(result.images, 'image')}, {only_one} (exact McNemar test, {p_value}), {so}."
 
 
 def _numbers(one: Record, other: Record, names: tuple[str, str], *, alike: bool) -> Section:
@@ -160,13 +157,9 @@ def _number_row(first: Metric, second: Metric) -> list[Cell]:
         spec, apart = first.spec, second.value - first.value
         equal = abs(apart) < 5e-4 if spec.unit == "percent" else first.text == second.text
         sign = "" if equal else "up" if (apart < 0) == spec.lower_is_better else "down"
-        shown = points(apart) if spec.unit == "percent" else _signed(apart, max(abs(first.value), abs(second.value)))
+        shown = points(apart) if spec.unit == "percent" else signed(apart, max(abs(first.value), abs(second.value)))
         difference = Cell(f'<span class="{sign}">{shown}</span>' if sign else shown)
     return [Cell(capitalised(first.name)), _value(first), _value(second), difference]
-
-
-def _signed(difference: float, scale: float) -> str:
-    return f"{'' if difference < 0 else '+'}{number(difference, scale)}".replace("-", "\N{MINUS SIGN}")
 
 
 def _value(metric: Metric) -> Cell:
@@ -175,23 +168,8 @@ def _value(metric: Metric) -> Cell:
     return Cell(f"{metric.text}{interval}")
 
 
-def _pairs(one: Record, both: PairedPredictions | None, why_not: str) -> Section:
-    title = "On the same images"
-    if both is None:
-        return Section("pairs", "Images", title, absent(why_not))
-    result = both.paired
-    low, high = result.interval
-    columns = [Column(""), Column("B correct", number=True), Column("B wrong", number=True)]
-    rows = [
-        [Cell("A correct"), Cell(f"{result.both:,}"), Cell(f"{result.only_first:,}")],
-        [Cell("A wrong"), Cell(f"{result.only_second:,}"), Cell(f"{result.neither:,}")],
-    ]
-    summary = paragraph(_statement(result)) + paragraph(
-        f"B − A is {points(result.difference)} percentage points, 95% interval {points(low)} to {points(high)}."
-    )
-    counted = table(columns, rows, caption=title, sortable=False)
-    body = f'<div class="pair"><div>{summary}</div><div>{counted}</div></div>{disagreements(one, both)}'
-    return Section("pairs", "Images", title, body)
+def _pairs(one: Record, both: Pair | None, why_not: str) -> Section:
+    return Section("pairs", "Images", TITLE, absent(why_not) if both is None else both.body(one))
 
 
 def _settings(one: Record, other: Record, names: tuple[str, str]) -> Section:
@@ -265,6 +243,41 @@ def _classes(one: Record, other: Record, *, alike: bool) -> Section:
         Column("Images", number=True),
     ]
     return Section("classes", "Classes", title, table(columns, rows, caption=title))
+
+
+def _labels(one: Record, other: Record, *, alike: bool) -> Section:
+    title = "Labels that changed most"
+    a, b = one.result, other.result
+    if not alike:
+        return Section("labels", "Labels", title, absent("Labels are compared only on the same images."))
+    if not (isinstance(a, MultilabelMetrics) and isinstance(b, MultilabelMetrics)):
+        return Section("labels", "Labels", title, absent("A run without a result has no labels to compare."))
+    before = {row.name: row for row in a.per_label}
+    shared = [(before[row.name], row) for row in b.per_label if row.name in before]
+    changes = [
+        (x, y, y.average_precision - x.average_precision)
+        for x, y in shared
+        if x.average_precision is not None and y.average_precision is not None
+    ]
+    changes.sort(key=lambda row: -abs(row[2]))
+    rows = [
+        [
+            Cell(name(x.name)),
+            Cell(as_percent(x.average_precision), x.average_precision),
+            Cell(as_percent(y.average_precision), y.average_precision),
+            Cell(_coloured(change), change),
+            Cell(f"{y.images:,}", y.images),
+        ]
+        for x, y, change in changes
+    ]
+    columns = [
+        Column("Label"),
+        Column("Average precision, A", number=True),
+        Column("Average precision, B", number=True),
+        Column("B − A, percentage points", number=True),
+        Column("Images", number=True),
+    ]
+    return Section("labels", "Labels", title, table(columns, rows, caption=title))
 
 
 def _coloured(change: float) -> str:

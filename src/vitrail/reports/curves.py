@@ -4,6 +4,7 @@ from vitrail.charts.lines import Series
 from vitrail.reports.page import Section, absent, chart
 from vitrail.reports.run_record import Record
 from vitrail.tasks.metrics import MetricSpec
+from vitrail.tasks.regression_metrics import RegressionMetrics
 from vitrail.tasks.task import AUGMENTED_ONLY
 from vitrail.text import capitalised, ended
 from vitrail.training.curves import curve, curve_charts, line, over_steps, sparse, wide
@@ -17,10 +18,16 @@ def curves(run: Record) -> Section:
     loss, headline, *others = curve_charts(run.rows, run.shown)
     if run.method is None:
         note = run.task.loss_note(run.recipe)
-        return _section(chart(loss, note.text), chart(headline), *map(chart, others))
+        return _section(chart(loss, note.text), chart(headline, _unit_note(run)), *map(chart, others))
     of_features = [_explained(_validated(run, spec), spec) for spec in (RANK, SPREAD)]
     knn = [] if run.shown.headline is LOSS else [_explained(headline, run.shown.headline)]
     return _section(chart(loss, AUGMENTED_ONLY.text), *knn, *of_features, *map(chart, others))
+
+
+def _unit_note(run: Record) -> str:
+    """Return in which unit a mean over columns is."""
+    several = isinstance(run.result, RegressionMetrics) and len(run.result.columns) > 1
+    return "The mean over columns, in standard deviations of the training split." if several else ""
 
 
 def _explained(drawn: str, spec: MetricSpec) -> str:

@@ -1,17 +1,29 @@
-"""The dataset: findings of the data check, class samples and statistics."""
+"""The dataset: findings of the data check, example images, and counts of classes or labels, or ranges of numbers."""
 
 from PIL import Image
 
 from vitrail.charts.bars import Bar, bar_chart
 from vitrail.charts.svg import escape
 from vitrail.io import ContentError, read_json
-from vitrail.reports.page import WIDTH, Cell, Column, Section, absent, chart, embedded_image, name, paragraph, table
-from vitrail.reports.run_record import Check, Record
-from vitrail.text import plural
+from vitrail.reports.page import (
+    WIDTH,
+    Cell,
+    Column,
+    Section,
+    absent,
+    chart,
+    embedded_image,
+    name,
+    paragraph,
+    sentences,
+    table,
+)
+from vitrail.reports.run_record import Check, ColumnFacts, Record
+from vitrail.text import isolated, number, plural
 from vitrail.training.samples import INDEX, SAMPLES, Sample, read_samples
 
 SMALL = 128
-"""Longer side of a class sample, in pixels."""
+"""Longer side of an example image, in pixels."""
 DETAILS = 4
 """Examples to list per finding."""
 
@@ -40,31 +52,83 @@ def data(run: Record) -> Section:
         )
     if check.not_checked:
         text += paragraph(f"Not checked: {'; '.join(check.not_checked)}.", "quiet small")
-    drawn = f'<div class="pair">{_counts(check)}<div>{_sizes(check)}{_kinds(check)}</div></div>'
-    return Section("data", "Data", "Dataset", where + text + _samples(run) + drawn)
+    counts = f"{_ranges(check)}{_counts(check)}"
+    drawn = f'<div class="pair"><div>{counts}</div><div>{_sizes(check)}{_kinds(check)}</div></div>'
+    return Section("data", "Data", "Dataset", where + text + _label_facts(check) + _samples(run) + drawn)
+
+
+def _label_facts(check: Check) -> str:
+    """Return how many labels images have."""
+    facts = None if check.targets is None else check.targets.labels
+    if facts is None:
+        return ""
+    none = plural(facts.without, "image has none", "images have none")
+    without = none if facts.without else "every image has at least one"
+    most, fewest = ((isolated(one.name), plural(one.images, "image")) for one in (facts.most, facts.fewest))
+    text = (
+        f"An image has {facts.per_image:.3g} of {plural(facts.labels, 'label')} on average; {without}. The most "
+        f"frequent label is {most[0]}, on {most[1]}; the rarest is {fewest[0]}, on {fewest[1]}."
+    )
+    return f"<p>{sentences(text)}</p>"
+
+
+def _ranges(check: Check) -> str:
+    """Return the range of the numbers in each column."""
+    columns = [] if check.targets is None else check.targets.columns
+    if not columns:
+        return ""
+    titles = [Column(title, number=True) for title in ("Minimum", "Mean", "Maximum", "Missing")]
+    rows = [
+        [
+            Cell(name(one.name)),
+            *(Cell(number(value, _size(one)), value) for value in (one.minimum, one.mean, one.maximum)),
+            Cell(f"{one.missing:,}", one.missing),
+        ]
+        for one in columns
+    ]
+    return table([Column("Column"), *titles], rows, caption="Numbers", sortable=len(rows) > 1)
+
+
+def _size(column: ColumnFacts) -> float:
+    return max(abs(column.minimum), abs(column.maximum))
 
 
 def _samples(run: Record) -> str:
-    """Return a few training images of each class, from the run's samples."""
-    by_class: dict[str, list[str]] = {}
+    """Return a few training images of each class, label or range, from the run's samples."""
+    kind, column = run.task.kind, _first_column(run)
+    groups: dict[str, list[str]] = {}
     for sample in read_samples(run.folder):
         image = _opened(sample)
         if image is None:
             continue
         image.thumbnail((SMALL, SMALL))
-        alt = f"a training image of {sample.label}"
-        by_class.setdefault(sample.label, []).append(embedded_image(image, alt))
-    if not by_class:
+        of = f"with {column} {sample.label}" if kind == "values" else f"of {sample.label}"
+        groups.setdefault(sample.label, []).append(embedded_image(image, f"a training image {of}"))
+    if not groups:
         return ""
+    before = f"{name(column)} " if kind == "values" else ""
     rows = "".join(
-        f'<li><p>{name(label)}</p><div class="row">{"".join(images)}</div></li>' for label, images in by_class.items()
+        f'<li><p>{before}{name(label)}</p><div class="row">{"".join(images)}</div></li>'
+        for label, images in groups.items()
     )
-    count = sum(map(len, by_class.values()))
-    text = f"{plural(count, 'training image')}, reduced in size."
-    classes = len(by_class) if run.check is None else len(_class_names(run.check))
-    if classes > len(by_class):
-        text += f" They show {len(by_class):,} of {classes:,} classes."
-    return f'<h3>Example images</h3>{paragraph(text, "quiet small")}<ul class="classes">{rows}</ul>'
+    text = f"{plural(sum(map(len, groups.values())), 'training image')}, reduced in size. {_grouped(run, len(groups))}"
+    return f'<h3>Example images</h3>{paragraph(text.strip(), "quiet small")}<ul class="classes">{rows}</ul>'
+
+
+def _grouped(run: Record, groups: int) -> str:
+    """Say how the example images are grouped, unless each class has some."""
+    if run.task.kind == "labels":
+        return "Each is shown under the rarest of its labels."
+    if run.task.kind == "values":
+        return f"They are grouped by {_first_column(run)}."
+    classes = groups if run.check is None else len(_class_names(run.check))
+    return f"They show {groups:,} of {classes:,} classes." if classes > groups else ""
+
+
+def _first_column(run: Record) -> str:
+    """Return the column by whose numbers the images are grouped."""
+    facts = None if run.check is None else run.check.targets
+    return facts.columns[0].name if facts is not None and facts.columns else "the first column"
 
 
 def _opened(sample: Sample) -> Image.Image | None:
@@ -76,9 +140,9 @@ def _opened(sample: Sample) -> Image.Image | None:
 
 
 def unreadable_samples(run: Record) -> tuple[str, ...]:
-    """Return a sentence if the class samples or their index exist but cannot be read."""
+    """Return a sentence if the example images or their index exist but cannot be read."""
     place = run.folder / SAMPLES / INDEX
-    consequence = "so the report lacks images of the classes"
+    consequence = "so the report lacks example images"
     try:
         is_list = isinstance(read_json(place), list)
     except FileNotFoundError:
@@ -106,7 +170,10 @@ def _class_names(check: Check) -> list[str]:
 def _counts(check: Check) -> str:
     splits = list(check.counts)
     names = _class_names(check)
-    total = [Cell("all"), *(Cell(f"{sum(check.counts[split].values()):,}") for split in splits)]
+    images = {split: sum(check.counts[split].values()) for split in splits}
+    if check.targets is not None:  # an image has any number of labels
+        images |= check.targets.images
+    total = [Cell("all images"), *(Cell(f"{images[split]:,}") for split in splits)]
     rows = [
         [
             Cell(name(one)),
@@ -114,8 +181,15 @@ def _counts(check: Check) -> str:
         ]
         for one in names
     ]
-    columns = [Column("Class"), *(Column(split, number=True) for split in splits)]
+    columns = [Column(_grouped_by(check)), *(Column(split, number=True) for split in splits)]
     return table(columns, rows, foot=total, caption="Images by split")
+
+
+def _grouped_by(check: Check) -> str:
+    """Return the title of the column with classes, labels or ranges."""
+    if check.targets is None:
+        return "Class"
+    return "Label" if check.targets.labels is not None else f"Range of {check.targets.columns[0].name}"
 
 
 def _sizes(check: Check) -> str:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from vitrail._version import __version__
 from vitrail.charts.svg import STYLE as CHART_STYLE
 from vitrail.charts.svg import escape
-from vitrail.text import ended, percent
+from vitrail.text import ended, number, percent
 
 if TYPE_CHECKING:
     from PIL import Image
 
 Interval = tuple[float, float]
+MINUS = "\N{MINUS SIGN}"
 GENERATOR = "vitrail report"
 """Marks a file as a report, which may be overwritten."""
 QUALITY = 88
@@ -34,7 +35,15 @@ def span(interval: Interval) -> str:
 def points(difference: float) -> str:
     """Format a difference of fractions in percentage points, with its sign."""
     rounded = round(100 * difference, 1)
-    return f"{rounded:+.1f}".replace("-", "\N{MINUS SIGN}") if rounded else "0.0"
+    return f"{rounded:+.1f}".replace("-", MINUS) if rounded else "0.0"
+
+
+def signed(value: float, scale: float | None = None) -> str:
+    """Format a difference with its sign, with as many decimals as a number of size `scale` has."""
+    text = number(abs(value), scale)
+    if not text.strip("0.,"):
+        return text
+    return f"{'+' if value > 0 else MINUS}{text}"
 
 
 # ── page ──

@@ -7,18 +7,22 @@ from typing import NamedTuple
 
 from vitrail.data.sources.given import Data
 from vitrail.errors import ConfigError
-from vitrail.reports.classes import calibration, classes, confusion, mistakes
+from vitrail.reports.classes import calibration, classes, confusion
 from vitrail.reports.compare import compare
 from vitrail.reports.curves import curves
 from vitrail.reports.data import data, unreadable_samples
 from vitrail.reports.internals import inside
+from vitrail.reports.labels import label_mistakes, labels
+from vitrail.reports.mistakes import mistakes
 from vitrail.reports.model import model_summary, reproduce
 from vitrail.reports.page import GENERATOR, Section, page, warnings
 from vitrail.reports.pretraining import chosen_settings, next_steps
 from vitrail.reports.previews import previews, unreadable_previews
 from vitrail.reports.result import head, result, tables
-from vitrail.reports.run_artifacts import RunArtifacts, open_artifacts, unreadable_predictions
+from vitrail.reports.run_artifacts import RunArtifacts, open_artifacts
 from vitrail.reports.run_record import Record, read_run
+from vitrail.reports.test_predictions import unreadable_predictions
+from vitrail.reports.values import errors, predictions
 from vitrail.text import shorten
 from vitrail.training.run_folder import write_text
 
@@ -26,6 +30,10 @@ REPORT = "report.html"
 SECTIONS: dict[str, Callable[[RunArtifacts], Section]] = {
     "tables": lambda artifacts: tables(artifacts.run),
     "mistakes": mistakes,
+    "label_mistakes": label_mistakes,
+    "labels": labels,
+    "predictions": predictions,
+    "errors": errors,
     "previews": lambda artifacts: previews(artifacts.run),
     "use": lambda artifacts: next_steps(artifacts.run),
     "settings": lambda artifacts: chosen_settings(artifacts.run),

@@ -9,6 +9,8 @@ from vitrail.training.run_folder import best_row
 
 WIDE = 0.06
 """A fraction whose interval is wider than this gets a warning."""
+CARDS = 13
+"""The most metrics that are shown large; a model with many columns has more."""
 
 
 def head(run: Record) -> str:
@@ -18,7 +20,9 @@ def head(run: Record) -> str:
     if run.result is None:
         return f'{above}<h1>{escape(_unfinished_title(run))}</h1><p class="lead">{escape(run.why_no_result)}</p>'
     result = run.result
-    title = f"{result.headline.text} {result.headline.name} on {result.images:,} {result.noun}"
+    main = result.headline
+    of = f"{main.text} {main.name}" if main.spec.unit == "percent" else f"{capitalised(main.name)} {main.text}"
+    title = f"{of} on {result.images:,} {result.noun}"
     return f'{above}<h1>{escape(title)}</h1><p class="lead">{_lead(result)}</p>{_warnings(run, result)}'
 
 
@@ -30,11 +34,17 @@ def result(run: Record) -> Section:
         f'<div><dt>{escape(capitalised(one.name))}</dt><dd><div class="value">{escape(one.text)}</div>'
         f'<div class="span">{escape(one.interval_text)}</div>'
         f'<div class="says">{escape(one.spec.explanation)}</div></dd></div>'
-        for one in run.result.numbers
+        for one in run.result.numbers[:CARDS]
     )
     bad = run.result.bad
     skipped = paragraph(f"{plural(len(bad), 'image')} could not be read and were skipped.") if bad else ""
-    return Section("result", "Result", "Result", f'<dl class="numbers">{cards}</dl>{skipped}')
+    return Section("result", "Result", "Result", f'<dl class="numbers">{cards}</dl>{_more(run.result)}{skipped}')
+
+
+def _more(result: Metrics) -> str:
+    """Say where the metrics are that have no card."""
+    more = len(result.numbers) - CARDS
+    return paragraph(f"{plural(more, 'more metric is', 'more metrics are')} in the tables below.") if more > 0 else ""
 
 
 def tables(run: Record) -> Section:

@@ -1,29 +1,29 @@
-"""What a run left for its report: the best model, the test images, and the predictions, also next to another run's."""
+"""What a run left for its report: the best model, the test images, and the predictions for them."""
 
 import json
+import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
-from vitrail.charts.svg import escape
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import load
 from vitrail.data.sources.given import Data
 from vitrail.data.sources.in_memory import recorded_kind
 from vitrail.data.sources.opening import open_data, open_unlabelled
 from vitrail.data.sources.source import Source
+from vitrail.data.sources.targets import Labelling, Targets, targets_of
 from vitrail.errors import DataError, VitrailError
 from vitrail.explanations.explanation import enlarged
 from vitrail.explanations.figures.figure import evenly
-from vitrail.metrics.intervals import Paired, paired
-from vitrail.reports.page import absent, embedded_image, name, path
 from vitrail.reports.run_record import BEST, Record
-from vitrail.text import as_percent, ended, shorten, shorten_path
+from vitrail.reports.test_predictions import StoredPredictions, read_predictions
+from vitrail.text import ended
 from vitrail.training.run_folder import TEST_PREDICTIONS
 
 if TYPE_CHECKING:
@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
 SIDE, LARGE = 208, 480
 """Longer side of small and of large images on the page, in pixels."""
-COLUMNS = ["index", "name", "true", "predicted", "confidence", "correct", "digest"]
-SHOWN = 6
-"""Images to show per run."""
+SHOW_PREDICTIONS = {"labels", "label_mistakes", "predictions"}
+"""The sections that read the predictions of single images."""
+Truth = str | frozenset[str] | Mapping[str, float]
+"""What an image is labelled with: a class, labels, or the numbers of columns."""
 
 
 # ── model and images ──
@@ -51,6 +52,14 @@ class RunArtifacts:
 
     @property
     def unreadable(self) -> tuple[str, ...]:
+        """Return a sentence if the best model, or the predictions if they are shown, cannot be opened."""
+        path = self.run.folder / TEST_PREDICTIONS
+        shown = SHOW_PREDICTIONS & set(self.run.sections) and self.run.result is not None and path.exists()
+        missing = (self.predictions[1].rstrip("."),) if shown and self.predictions[0] is None else ()
+        return (*self._unreadable_model, *missing)
+
+    @property
+    def _unreadable_model(self) -> tuple[str, ...]:
         """Return a sentence if the best model cannot be opened, unless it was already reported."""
         place = self.run.folder / BEST
         reported = any(text.startswith(f"{place}/") for text in self.run.unreadable)
@@ -63,7 +72,17 @@ class RunArtifacts:
         """The index of each class by its name."""
         return {} if self.source is None else {name: index for index, name in enumerate(self.source.classes)}
 
-    def item(self, index: int, name: str, true: str) -> "Item":
+    @cached_property
+    def targets(self) -> Targets | None:
+        """The labels or numbers of the images; None if each has a class."""
+        return None if self.source is None else targets_of(self.source)
+
+    @cached_property
+    def predictions(self) -> tuple[StoredPredictions | None, str]:
+        """The predictions for the images, or the reason why they are missing."""
+        return read_predictions(self.run)
+
+    def item(self, index: int, name: str, true: Truth) -> "Item":
         """Return one of the images; raise `DataError` if the data has changed."""
         from vitrail.data.inputs import Item
 
@@ -71,9 +90,23 @@ class RunArtifacts:
             raise DataError(self.why_no_images)
         # The run may have been started with another path to the same data, so compare file names only.
         same = index < len(self.source) and os.path.basename(self.source.name(index)) == os.path.basename(name)
-        if not same or self.source.labels[index] != self.class_indices.get(true):
+        if not same or not self._is_labelled(index, true):
             raise DataError("the data has changed since the run, and another image has taken its place")
         return Item(b"", content=self.source.read(index))
+
+    def _is_labelled(self, index: int, true: Truth) -> bool:
+        """Whether an image still has the label that it had in the run."""
+        if isinstance(true, str):
+            place = self.class_indices.get(true)
+            return self.source is not None and self.targets is None and self.source.labels[index] == place
+        if self.targets is None:
+            return False
+        row = dict(zip(self.targets.names, self.targets.values[index].tolist(), strict=True))
+        if isinstance(true, frozenset):
+            return self.targets.kind == "labels" and {label for label, has in row.items() if has} == true
+        return self.targets.kind == "values" and all(
+            math.isclose(row.get(column, math.nan), value, rel_tol=1e-6) for column, value in true.items()
+        )
 
     def original(self, item: "Item") -> Image.Image | None:
         """Return an image as stored, upright and reduced for the page; None if it cannot be shown as RGB."""
@@ -129,9 +162,15 @@ def _held_out(run: Record, data: Data | None) -> Source:
     place: Data = run.data if data is None else data
     if run.method is not None:
         return _pretraining_images(place, run.split)
-    splits = open_data(place, record=run.split)
+    splits = open_data(place, record=run.split, labelling=_labelling(run))
     source: Source = splits.test or splits.val or splits.train
     return source
+
+
+def _labelling(run: Record) -> Labelling:
+    """Return how the run read the labels."""
+    columns = run.recipe.get("data", {}).get("labels", ())
+    return Labelling(run.task.kind, tuple(map(str, columns)))
 
 
 def _pretraining_images(data: Data, record: dict[str, Any]) -> Source:
@@ -140,149 +179,3 @@ def _pretraining_images(data: Data, record: dict[str, Any]) -> Source:
     if json.loads(json.dumps(splits.record)) != record:
         raise DataError("images were added, removed or renamed since the run")
     return splits.val or splits.train
-
-
-# ── predictions ──
-
-
-class RunPredictions(NamedTuple):
-    """One row per readable test image, in the order of the data."""
-
-    places: NDArray[np.int64]
-    """Indices of the images in the source."""
-    names: list[str]
-    true: list[str]
-    predicted: list[str]
-    confidence: NDArray[np.float32]
-    correct: NDArray[np.bool_]
-    digests: list[str]
-
-
-class PairedPredictions(NamedTuple):
-    """The predictions of two runs for the same images."""
-
-    one: RunPredictions
-    other: RunPredictions
-    paired: Paired
-
-
-def paired_predictions(one: Record, other: Record) -> tuple[PairedPredictions | None, str]:
-    """Return the predictions of two runs for the same images, or the reason why they cannot be paired."""
-    first, why = _read(one)
-    second, why_not = _read(other) if first is not None else (None, "")
-    if first is None or second is None:
-        return None, why or why_not
-    if _images(first) != _images(second):
-        return None, (
-            "The two runs were evaluated on different images, so they cannot be compared image by image. Runs with the "
-            "same data and seed have the same test images."
-        )
-    return PairedPredictions(first, second, paired(first.correct, second.correct)), ""
-
-
-def unreadable_predictions(run: Record) -> tuple[str, ...]:
-    """Return a sentence if a run's prediction file exists but cannot be read."""
-    there = (run.folder / TEST_PREDICTIONS).exists() and run.classified is not None
-    rows, why = _read(run) if there else (None, "")
-    return (why.rstrip("."),) if there and rows is None else ()
-
-
-def evaluated_on_same_images(one: Record, other: Record) -> bool:
-    """Whether two runs were evaluated on the same images, by their digests or else by their recorded names."""
-    first, second = _read(one)[0], _read(other)[0]
-    if first is not None and second is not None:
-        return _images(first) == _images(second)
-    there, here = (_recorded_names(run) for run in (one, other))
-    return bool(there) and there == here and one.data == other.data
-
-
-def _recorded_names(run: Record) -> list[str]:
-    names = (run.split or {}).get("names", {})
-    return list(names.get("test") or names.get("val") or ()) if isinstance(names, dict) else []
-
-
-def _images(predictions: RunPredictions) -> list[tuple[str, str]]:
-    # By content: the same data may be at another path, and other data may have the same file names.
-    return list(zip(predictions.digests, predictions.true, strict=True))
-
-
-def _read(run: Record) -> tuple[RunPredictions | None, str]:
-    path = run.folder / TEST_PREDICTIONS
-    if run.result is None:
-        return None, f"{run.name}: {run.why_no_result}"
-    if run.classified is None:
-        return None, "Only classifiers are compared image by image."
-    if not path.is_file():
-        return None, (
-            f"{run.name} has no {TEST_PREDICTIONS}, so the runs cannot be compared image by image; pip install "
-            "'vitrail[train]' and rerun the same train command to add it."
-        )
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        return None, (
-            f"{TEST_PREDICTIONS} cannot be read without pyarrow, so the runs are not compared image by image; pip "
-            "install 'vitrail[train]' adds it."
-        )
-    try:
-        table = pq.read_table(path, columns=COLUMNS)
-    except (OSError, pa.ArrowException) as error:
-        return None, f"{path} cannot be read: {str(error).splitlines()[0]}"
-    columns = table.to_pydict()
-    if missing := [name for name in COLUMNS if name not in columns]:
-        return None, f"{path} has no column {missing[0]!r}; rerun the same train command to write it again."
-    return (
-        RunPredictions(
-            np.array(columns["index"], np.int64),
-            columns["name"],
-            columns["true"],
-            columns["predicted"],
-            np.array(columns["confidence"], np.float32),
-            np.array(columns["correct"], np.bool_),
-            columns["digest"],
-        ),
-        "",
-    )
-
-
-# ── disagreements ──
-
-
-def disagreements(run: Record, both: PairedPredictions) -> str:
-    """Return the images on which only one run is correct, by descending confidence of the wrong one."""
-    paired = both.paired
-    if not paired.only_first + paired.only_second:
-        return ""
-    artifacts = open_artifacts(run)
-    groups = []
-    for title, right, wrong in (
-        ("Only A is correct", both.one, both.other),
-        ("Only B is correct", both.other, both.one),
-    ):
-        rows = [row for row in range(paired.images) if right.correct[row] and not wrong.correct[row]]
-        if rows:
-            rows.sort(key=lambda row: -float(wrong.confidence[row]))
-            cards = "".join(_card(artifacts, both.one, wrong, row) for row in rows[:SHOWN])
-            groups.append(f'<h3>{title}</h3><ul class="mistakes many">{cards}</ul>')
-    notes = absent(artifacts.why_no_images) if artifacts.source is None else ""
-    return notes + "".join(groups)
-
-
-def _card(artifacts: RunArtifacts, images: RunPredictions, wrong: RunPredictions, row: int) -> str:
-    image_name, true = images.names[row], images.true[row]
-    return (
-        f"<li>{_image(artifacts, int(images.places[row]), image_name, true)}<p><strong>{name(true)}</strong>; the "
-        f"other predicts {name(wrong.predicted[row])}, confidence {as_percent(float(wrong.confidence[row]))}</p>"
-        f'<p class="quiet small file" title="{escape(image_name)}">{path(shorten_path(image_name, 40))}</p></li>'
-    )
-
-
-def _image(artifacts: RunArtifacts, index: int, image_name: str, true: str) -> str:
-    if artifacts.source is None:
-        return ""
-    try:
-        original = artifacts.original(artifacts.item(index, image_name, true))
-    except (VitrailError, OSError):
-        return ""
-    return "" if original is None else embedded_image(original, shorten(image_name))

@@ -54,6 +54,47 @@ class Default(BaseModel):
     reason: str
 
 
+class LabelCount(BaseModel):
+    """How many images have a label."""
+
+    name: str
+    images: int
+
+
+class LabelFacts(BaseModel):
+    """The labels of all images."""
+
+    labels: int
+    per_image: float
+    """The mean number of labels of an image."""
+    without: int
+    """Images that have no label."""
+    most: LabelCount
+    fewest: LabelCount
+
+
+class ColumnFacts(BaseModel):
+    """The numbers in one column."""
+
+    name: str
+    minimum: float
+    mean: float
+    maximum: float
+    missing: int
+    """Images without a number."""
+
+
+class TargetFacts(BaseModel):
+    """The labels or numbers of the images."""
+
+    images: dict[str, int]
+    """Images by split."""
+    labels: LabelFacts | None = None
+    """None for numbers."""
+    columns: list[ColumnFacts] = []
+    """Empty for labels."""
+
+
 class Check(BaseModel):
     """The data check, from check.json."""
 
@@ -62,6 +103,9 @@ class Check(BaseModel):
     checked: int
     not_checked: list[str] = []
     counts: dict[str, dict[str, int]]
+    """Images by split and class or label; of numbers, by range of the first column."""
+    targets: TargetFacts | None = None
+    """None if each image has a class."""
     findings: list[Finding]
     formats: dict[str, int]
     modes: dict[str, int]

@@ -148,7 +148,10 @@ class Multilabel(Task):
         "loss": LOSS._replace(name="loss", key="val_loss"),
     }
     rows: ClassVar[RowFormat] = LabelRows()
-    sections: ClassVar[tuple[str, ...]] = ("tables", "curves", "model", "inside", "data", "reproduce")
+    sections: ClassVar[tuple[str, ...]] = (
+        "label_mistakes", "labels", "curves", "model", "inside", "data", "reproduce"
+    )  # fmt: skip
+    compared_sections: ClassVar[tuple[str, ...]] = ("pairs", "settings", "curves", "labels", "reproduce")
     losses: ClassVar[tuple[str, ...]] = ("sigmoid",)
     settings: ClassVar[frozenset[str]] = frozenset({"mixing", "objective.label_smoothing", "objective.class_weights"})
     metrics: ClassVar[type[MultilabelMetrics]] = MultilabelMetrics

@@ -25,7 +25,7 @@ from vitrail.metrics.multilabel import (
 from vitrail.metrics.multilabel_intervals import bootstrap_multilabel
 from vitrail.tasks.metrics import HELD_OUT, Metric, Metrics, MetricSpec, ResultTable
 from vitrail.tasks.task import Predictions
-from vitrail.text import as_percent, number, percent
+from vitrail.text import as_percent, isolated, number, percent, plural
 
 WORST = 20
 """How many of the images with the largest loss are kept."""
@@ -167,6 +167,23 @@ class MultilabelMetrics(Metrics):
         return clauses
 
     @property
+    def lead(self) -> list[str]:
+        """Chance, exact matches, the weakest label and the most frequent pair of mistakes."""
+        sentences = [
+            f"A random order would have {as_percent(self.chance)}.",
+            f"All labels are right for {as_percent(self.exact_match)} of the images.",
+        ]
+        weakest = self.weakest_first
+        if weakest and (weakest[0].average_precision or 0.0) < 1:
+            value = as_percent(weakest[0].average_precision)
+            sentences.append(f"The weakest label is {isolated(weakest[0].name)}, with an average precision of {value}.")
+        for pair in self.confused[:1]:
+            if pair.images > 1:
+                missed, added, times = isolated(pair.missed), isolated(pair.added), plural(pair.images, "time")
+                sentences.append(f"The most frequent pair of mistakes is {missed} missed and {added} added ({times}).")
+        return sentences
+
+    @property
     def tables(self) -> list[ResultTable]:
         """A row per label, the weakest first; the most frequent pairs of mistakes; the worst predictions."""
         rows = self.weakest_first
@@ -297,7 +314,8 @@ def _warnings(labels: Sequence[LabelScore], images: int) -> list[str]:
         return []
     more = f" and {len(weak) - 3:,} more" if len(weak) > 3 else ""
     shares = "" if len(weak) > 1 else f" ({percent(next(x.images for x in labels if x.name == weak[0]) / images)}%)"
+    label, are, them = ("labels", "are", "them") if len(weak) > 1 else ("label", "is", "it")
     return [
-        f"{', '.join(weak[:3])}{more} {'are' if len(weak) > 1 else 'is'} ranked no better than by chance{shares}; add "
-        "images with it, or check that the images show it"
+        f"the {label} {', '.join(weak[:3])}{more} {are} ranked no better than by chance{shares}; add images with "
+        f"{them}, or check that the images show {them}"
     ]

@@ -129,7 +129,8 @@ class Regression(Task):
         "loss": MetricSpec("loss", "number", lower_is_better=True, key="val_loss", ends=(0.0, None)),
     }
     rows: ClassVar[RowFormat] = ValueRows()
-    sections: ClassVar[tuple[str, ...]] = ("tables", "curves", "model", "inside", "data", "reproduce")
+    sections: ClassVar[tuple[str, ...]] = ("predictions", "errors", "curves", "model", "inside", "data", "reproduce")
+    compared_sections: ClassVar[tuple[str, ...]] = ("pairs", "settings", "curves", "reproduce")
     losses: ClassVar[tuple[str, ...]] = ("l2", "l1", "huber")
     metrics: ClassVar[type[RegressionMetrics]] = RegressionMetrics
 

@@ -19,7 +19,7 @@ from vitrail.metrics.regression import (
 )
 from vitrail.tasks.metrics import HELD_OUT, Metric, Metrics, MetricSpec, ResultTable
 from vitrail.tasks.task import Predictions
-from vitrail.text import number
+from vitrail.text import isolated, number
 
 WORST = 20
 """How many of the largest errors are kept."""
@@ -143,7 +143,7 @@ class RegressionMetrics(Metrics):
         if len(self.per_column) == 1:
             return self.per_column[0].numbers
         each = [
-            metric._replace(spec=metric.spec._replace(name=f"{column.name}: {metric.name}"))
+            metric._replace(spec=metric.spec._replace(name=f"{metric.name} of {column.name}"))
             for column in self.per_column
             for metric in (column.numbers[0], column.numbers[2])
         ]
@@ -161,6 +161,29 @@ class RegressionMetrics(Metrics):
             return []
         weakest = min(known, key=lambda column: column.r2 or 0.0)
         return [f"weakest column {weakest.name}, R² {number(weakest.r2 or 0.0)}"]
+
+    @property
+    def lead(self) -> list[str]:
+        """What is predicted, the baseline and R²; of several columns, the one with the lowest R²."""
+        if len(self.per_column) == 1:
+            (column,) = self.per_column
+            sentences = [f"The model predicts {isolated(column.name)}."]
+            if column.baseline is not None:
+                sentences.append(
+                    f"Always predicting the median of the training split has an error of {number(column.baseline)}."
+                )
+            return sentences if column.r2 is None else [*sentences, f"R² is {number(column.r2)}."]
+        sentences = [
+            f"The model predicts {len(self.per_column):,} columns; this is the mean of their errors, each divided by "
+            "the column's standard deviation in the training split."
+        ]
+        known = [column for column in self.per_column if column.r2 is not None]
+        if known:
+            weakest = min(known, key=lambda column: column.r2 or 0.0)
+            sentences.append(
+                f"The weakest column is {isolated(weakest.name)}, with an R² of {number(weakest.r2 or 0.0)}."
+            )
+        return sentences
 
     @property
     def tables(self) -> list[ResultTable]:
@@ -277,7 +300,7 @@ def _column(
 def _warnings(columns: Sequence[ColumnScore]) -> list[str]:
     """Warn of columns that the model predicts no better than a constant."""
     return [
-        f"{column.name} is predicted no better than by always giving the median (mean absolute error "
+        f"the column {column.name} is predicted no better than by always giving the median (mean absolute error "
         f"{number(column.mae)}, the median {number(column.baseline)}); train longer, start from a pretrained model, or "
         "check that the images show it"
         for column in columns

@@ -82,7 +82,8 @@ def curve_charts(rows: Rows, shown: ShownMetrics) -> tuple[str, str, str, str]:
     main = shown.headline
     loss = [*noisy("training", curve(rows, "loss"), 1), sparse("validation split", curve(rows, "val_loss"), 2)]
     headline = [sparse("validation split", curve(rows, main.key), 2)]
-    if shown.training_metric.key != "loss":  # which has its own chart
+    # Another metric is not comparable with the headline, and the loss has its own chart.
+    if shown.training_metric.name == main.name and shown.training_metric.key != "loss":
         headline.insert(0, line("training (augmented)", curve(rows, shown.training_metric.key).smooth(), 1))
     low, high = main.axis
     best = best_row(rows)
