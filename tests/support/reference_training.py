@@ -170,7 +170,7 @@ def reference_loss(model: nn.Module, case: Case, batch: Batch) -> Tensor:
     logits: Tensor = model(torch.stack(images))
     targets = torch.stack(rows)
     weights = torch.tensor(case.weights or (1.0,) * CLASSES, dtype=torch.float64)
-    if case.objective.loss == "softmax":
+    if case.objective.loss in (None, "softmax"):
         log_p = logits - logits.exp().sum(dim=1, keepdim=True).log()
         return -(targets * weights * log_p).sum() / IMAGES
     p = 1 / (1 + (-logits).exp())

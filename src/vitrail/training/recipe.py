@@ -19,7 +19,7 @@ from vitrail.data.sources.targets import Labelling
 from vitrail.errors import ConfigError, suggest
 from vitrail.models.lora import LoRA
 from vitrail.schema import LIMIT, Count, Frozen, Names, Positive
-from vitrail.tasks.lookup import CLASSIFICATION, task_named
+from vitrail.tasks.lookup import CLASSIFICATION, TASKS, task_named
 from vitrail.tasks.objective import Objective
 from vitrail.tasks.task import Task
 from vitrail.training.averaging import Averaging
@@ -173,8 +173,9 @@ class Recipe(Frozen):
             raise ConfigError(
                 f"[teacher] is for training with labels, and {methods[0]} has none; leave one of them out"
             )
-        criteria = {} if self.task is None else task_named(self.task).criteria
-        if criteria and self.criterion is not None and self.criterion not in criteria:
+        tasks = list(TASKS.values()) if self.task is None else [task_named(self.task)]
+        criteria = list(dict.fromkeys(name for task in tasks for name in task.criteria))
+        if self.criterion is not None and self.criterion not in criteria:
             raise ConfigError(
                 f"criterion is {self.criterion!r}; choose from {', '.join(criteria)}{suggest(self.criterion, criteria)}"
             )
