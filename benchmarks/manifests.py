@@ -1,13 +1,17 @@
 """Make small datasets with several labels or a number per image from public ones, as images and a manifest.
 
+    python benchmarks/manifests.py digit-pairs digit-pairs/                   # list.csv: path, labels
+    python benchmarks/manifests.py digit-angles digit-angles/                 # list.csv: path, angle
     python benchmarks/manifests.py leaves PlantVillage-Dataset/ leaves/       # list.csv: path, labels
     python benchmarks/manifests.py pet-area oxford-iiit-pet/ pet-area/        # list.csv: path, area, split
 
+digit-pairs: 2,000 images of two of scikit-learn's digits side by side; their labels are the digits.
+digit-angles: 2,000 of these digits, turned by up to 45 degrees to either side; the number is the angle.
 leaves: every sixth photo of PlantVillage, labelled with its crop and its disease ("Tomato;Early blight"; healthy leaves
 have the label "healthy"). Crops and diseases are shared by several of the 38 original classes.
 pet-area: Oxford-IIIT Pets (the folder with images/ and annotations/); the number is the percentage of the photo that
 the pet covers, counted in its trimap with the border as pet. The split is the dataset's own.
-Images are saved with a shorter side of 96 pixels.
+Photos are saved with a shorter side of 96 pixels.
 """
 
 import argparse
@@ -18,19 +22,41 @@ from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
+from sklearn.datasets import load_digits
 
 SIDE = 96
+DIGITS = 2_000
 EVERY = 6
 """One of so many photos of PlantVillage."""
 SUFFIXES = {".jpg", ".jpeg", ".png"}
 
 
 class Row(NamedTuple):
-    """A source image, and what the manifest says of it."""
+    """An image, as the path of a photo or ready, and what the manifest says of it."""
 
-    image: Path
+    image: Path | Image.Image
     name: str
     cells: tuple[str, ...]
+
+
+def digit_pairs() -> Iterator[Row]:
+    """Yield two digits side by side."""
+    digits, labels = load_digits(return_X_y=True)
+    images = (digits.reshape(-1, 8, 8) * 15.9).astype(np.uint8)
+    for number, pair in enumerate(np.random.default_rng(0).integers(0, len(images), (DIGITS, 2)).tolist()):
+        names = ";".join(sorted({str(labels[index]) for index in pair}))
+        both = np.concatenate([images[index] for index in pair], axis=1)
+        yield Row(Image.fromarray(both), f"{number:04d}.png", (names,))
+
+
+def digit_angles() -> Iterator[Row]:
+    """Yield turned digits."""
+    images = (load_digits().images * 15.9).astype(np.uint8)
+    generator = np.random.default_rng(0)
+    for number, index in enumerate(generator.integers(0, len(images), DIGITS).tolist()):
+        angle = round(float(generator.uniform(-45, 45)), 2)
+        image = Image.fromarray(images[index]).resize((16, 16), Image.Resampling.BICUBIC)
+        yield Row(image.rotate(angle, Image.Resampling.BICUBIC), f"{number:04d}.png", (str(angle),))
 
 
 def leaves(folder: Path) -> Iterator[Row]:
@@ -53,35 +79,55 @@ def pet_area(folder: Path) -> Iterator[Row]:
             yield Row(folder / "images" / f"{name}.jpg", f"{name}.jpg", (f"{area:.2f}", split))
 
 
-DATASETS: dict[str, tuple[Callable[[Path], Iterator[Row]], tuple[str, ...]]] = {
+FROM_DIGITS: dict[str, tuple[Callable[[], Iterator[Row]], tuple[str, ...]]] = {
+    "digit-pairs": (digit_pairs, ("labels",)),
+    "digit-angles": (digit_angles, ("angle",)),
+}
+FROM_PHOTOS: dict[str, tuple[Callable[[Path], Iterator[Row]], tuple[str, ...]]] = {
     "leaves": (leaves, ("labels",)),
     "pet-area": (pet_area, ("area", "split")),
 }
 
 
-def main() -> None:
-    """Write the images and the manifest."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dataset", choices=DATASETS)
-    parser.add_argument("source", type=Path)
-    parser.add_argument("target", type=Path)
-    given = parser.parse_args()
-    make, columns = DATASETS[given.dataset]
-    (given.target / "images").mkdir(parents=True, exist_ok=True)
-    with (given.target / "list.csv").open("w", newline="") as file:
+def small(photo: Path) -> Image.Image:
+    """Return a photo with a shorter side of 96 pixels."""
+    with Image.open(photo) as opened:
+        opened.draft("RGB", (2 * SIDE, 2 * SIDE))
+        image = opened.convert("RGB")
+    scale = SIDE / min(image.size)
+    return image.resize((round(scale * image.width), round(scale * image.height)), Image.Resampling.BICUBIC)
+
+
+def write(rows: Iterator[Row], columns: tuple[str, ...], target: Path) -> int:
+    """Write the images and the manifest; return how many there are."""
+    (target / "images").mkdir(parents=True, exist_ok=True)
+    written = 0
+    with (target / "list.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["path", *columns])
-        written = 0
-        for row in make(given.source):
-            with Image.open(row.image) as opened:
-                opened.draft("RGB", (2 * SIDE, 2 * SIDE))
-                image = opened.convert("RGB")
-            scale = SIDE / min(image.size)
-            size = round(scale * image.width), round(scale * image.height)
-            image.resize(size, Image.Resampling.BICUBIC).save(given.target / "images" / row.name, quality=92)
+        for row in rows:
+            image = small(row.image) if isinstance(row.image, Path) else row.image
+            image.save(target / "images" / row.name, quality=92)
             writer.writerow([f"images/{row.name}", *row.cells])
             written += 1
-    print(f"{written:,} images in {given.target}")
+    return written
+
+
+def main() -> None:
+    """Make a dataset."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dataset", choices=[*FROM_DIGITS, *FROM_PHOTOS])
+    parser.add_argument("folders", nargs="+", type=Path, help="the source, if it is not the digits, and the target")
+    given = parser.parse_args()
+    if len(given.folders) != (1 if given.dataset in FROM_DIGITS else 2):
+        parser.error("give a source and a target, or for digits only a target")
+    if given.dataset in FROM_DIGITS:
+        make, columns = FROM_DIGITS[given.dataset]
+        rows = make()
+    else:
+        from_photos, columns = FROM_PHOTOS[given.dataset]
+        rows = from_photos(given.folders[0])
+    print(f"{write(rows, columns, given.folders[-1]):,} images in {given.folders[-1]}")
 
 
 if __name__ == "__main__":

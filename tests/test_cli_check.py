@@ -168,13 +168,33 @@ def test_sources_that_cannot_be_opened(run: RunCommand, data: Path, tmp_path: Pa
 
 
 def test_unusable_data_lists_all_errors(run: RunCommand, data: Path) -> None:
-    rows = [f"cat/{number}.jpg,0.{number}" for number in range(10)] + [f"{number}.jpg,1" for number in range(20)]
-    (data / "list.csv").write_text("\n".join(["path,label", *rows]))
+    rows = [f"cat/{number}.jpg,{number},x" for number in range(10)] + [f"{number}.jpg,1,x" for number in range(20)]
+    (data / "list.csv").write_text("\n".join(["path,label,label_name", *rows]))
     done = run(data / "list.csv")
     assert (done.code, done.out) == (2, "")
     assert f"{data}/list.csv has 21 faults: (1) 0.jpg, listed in {data}/list.csv, does not exist" in done.err
     assert "(20) 19.jpg, listed in" in done.err
-    assert f"(21) {data}/list.csv has fractional numbers as labels (0.0, 0.1, 0.2, …), which are not" in done.err
+    assert f"(21) {data}/list.csv has two classes named 'x'; use unique names" in done.err
+
+
+def test_several_labels_or_numbers(run: RunCommand, data: Path) -> None:
+    files = [f"{label}/{number}.jpg" for label in ("cat", "dog") for number in range(10)]
+    rows = [f"{file};{'ab'[: number % 3]};{number / 4}" for number, file in enumerate(files)]
+    (data / "list.csv").write_text("\n".join(["path;letters;age", *rows]))
+    done = run(data / "list.csv")
+    assert f"{data}/list.csv has no label column; rename one of its columns ('path', 'letters', 'age')" in done.err
+    bits = [f"{file},{number % 2},{number % 3 // 2}" for number, file in enumerate(files)]
+    (data / "bits.csv").write_text("\n".join(["path,cat,dog", *bits]))
+    done = run(data / "bits.csv")
+    assert done.code == 0
+    assert "20 images with 2 labels" in done.out
+    assert "Detected: 2 columns of 0 and 1." in done.out
+    ages = [f"{file},{number / 4}" for number, file in enumerate(files)]
+    (data / "ages.csv").write_text("\n".join(["path,age", *ages]))
+    done = run(data / "ages.csv", "--json")
+    assert json.loads(done.out)["targets"]["columns"] == [
+        {"name": "age", "minimum": 0.0, "mean": 2.375, "maximum": 4.75, "missing": 0}
+    ]
 
 
 @pytest.mark.parametrize("option", ["--json", "--workers=0"])

@@ -21,6 +21,7 @@ from vitrail.training.sweep import sweep
 from vitrail.training.train import train
 
 TINY = ViTConfig(image_size=8, patch_size=4, width=16, depth=1, heads=2, classes=2, pool="none")
+PATCHES = TINY.replace(pool="patches", head_layers=(0,))
 CHANGES = ["model.width=16", "model.depth=1", "model.heads=1", "model.patch_size=4", "steps=1", "batch=4"]
 
 
@@ -68,6 +69,16 @@ def test_in_python_too(bundle: Path, data: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--set model\.pool=mean"):
         sweep(data, over={"optimizer.lr": [0.1, 0.2]}, changes=changes, folder=folder, device="cpu", workers=0)
     assert not (tmp_path / "run").exists()
+
+
+def test_logits_per_patch(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"each of its 4 patches \(pool = 'patches'\), not for the image; use a"):
+        Classifier(Bundle(ViT(PATCHES), Preprocess(size=8), ("cat", "dog")).save(tmp_path / "patches"))
+    changes, folder = [*CHANGES, "model.pool=patches", "model.class_token=none"], tmp_path / "run"
+    with pytest.raises(ConfigError, match=r"4 patches .*--set model\.pool=mean"):
+        train(data, changes=changes, folder=folder, device="cpu", workers=0, quiet=True)
+    with pytest.raises(ConfigError, match="whose head reads one vector per image"):
+        train(data, changes=[*changes, "model.head_layers=[-1]"], folder=folder, device="cpu", workers=0, quiet=True)
 
 
 def test_the_suggested_override_works(bundle: Path, data: Path, tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def describe_graph(graph: Graph, bundle: Bundle) -> dict[str, Any]:
                 "activation": task_of(bundle).activation,
                 **({"task_constants": bundle.task_constants} if bundle.task_constants else {}),
             }
-            if config.classes and config.pool != "none"
+            if config.classes and config.has_pool
             else {}
         ),
         "classes": None if bundle.classes is None else list(bundle.classes),

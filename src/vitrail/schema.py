@@ -130,6 +130,8 @@ LIMIT = 1_000_000
 """The largest size allowed for a model or an image; a larger one is a typo that would run out of memory."""
 Positive = Annotated[int, BeforeValidator(_as_integer), Field(gt=0, le=LIMIT)]
 Count = Annotated[int, BeforeValidator(_as_integer), Field(ge=0, le=LIMIT)]
+Index = Annotated[int, BeforeValidator(_as_integer), Field(ge=-LIMIT, le=LIMIT)]
+"""A place in a list, which may be counted from the end."""
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Pair = Annotated[tuple[Positive, Positive], BeforeValidator(_as_pair)]
 """Height and width; one integer sets both."""

@@ -1,8 +1,8 @@
 """Every engine gives the model's outputs."""
 
+import subprocess
 import sys
 
-import openvino
 import pytest
 import torch
 from tests.support.peers import relative_error
@@ -11,6 +11,7 @@ from tests.support.tiny_models import CPU, KINDS, bundle, eager, pixels
 from vitrail import Bundle
 from vitrail.acceleration.casting import cast_once
 from vitrail.acceleration.engine import open_engine
+from vitrail.acceleration.export.openvino import core
 from vitrail.errors import ConfigError
 from vitrail.runtime import autocast
 
@@ -57,7 +58,7 @@ def test_cast_once_is_bit_identical_to_autocast(kind: str) -> None:
 def test_openvino_runs_in_bf16_or_raises() -> None:
     """Which of the two depends on the CPU that runs the test."""
     made, images = bundle(), pixels(2)
-    if "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+    if "BF16" in core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         ready = open_engine(made.model, made.preprocess, kind="openvino", precision="bf16", device=CPU)
         assert ready.precision == "bf16"
         assert 1e-6 < relative_error(ready(images), eager(made, images)) < 0.1
@@ -92,3 +93,27 @@ def test_a_missing_package(kind: str, package: str, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError) as error:
         open_engine(made.model, made.preprocess, kind=kind, device=CPU)
     assert str(error.value) == f"{package} is not installed; install it with pip install 'vitrail[{kind}]'"
+
+
+@pytest.mark.slow
+def test_signals_are_handled_after_a_model_was_closed_by_another_thread() -> None:
+    """OpenVINO frees the stack for signal handlers of the thread that opened it, whichever thread closes it."""
+    code = """
+import faulthandler, gc, signal, subprocess, threading, torch
+faulthandler.enable()
+signal.signal(signal.SIGCHLD, lambda *_: None)
+import vitrail
+from vitrail.acceleration.engine import open_engine
+model = vitrail.create(vitrail.ViTConfig(image_size=8, patch_size=4, width=8, depth=1, heads=1, classes=2)).eval()
+held = [open_engine(model, vitrail.Preprocess(size=(8, 8)), kind="openvino", device=torch.device("cpu"))]
+def close():
+    held.clear()
+    gc.collect()
+thread = threading.Thread(target=close)
+thread.start()
+thread.join()
+subprocess.run(["true"])
+print("alive")
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr

@@ -9,7 +9,6 @@ from typing import Any
 
 import onnx
 import onnxruntime
-import openvino
 import pytest
 import torch
 from onnxruntime.quantization import quantize_dynamic
@@ -22,6 +21,7 @@ import vitrail
 from vitrail import Bundle, CheckpointError, ConfigError, ViT, exporting
 from vitrail.acceleration.export.check import check_outputs
 from vitrail.acceleration.export.graph import Graph, trace
+from vitrail.acceleration.export.openvino import core
 from vitrail.exporting import FORMATS, SUFFIXES, Export, export
 
 NAMES = {"onnx": "model.onnx", "torch": "model.pt2", "openvino": "model.xml"}
@@ -45,8 +45,7 @@ def outputs(path: Path, inputs: Tensor) -> Tensor:
                 output: Tensor = program.module()(inputs)
             return output
         case _:
-            core = openvino.Core()
-            compiled = core.compile_model(core.read_model(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+            compiled = core().compile_model(core().read_model(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
             return torch.from_numpy(compiled([inputs.numpy()])[0])
 
 

@@ -326,10 +326,10 @@ def test_export(to: Any, name: str, fitted: Bundle, tmp_path: Path) -> None:
         large = [weights for weights in file.graph.initializer if np.prod(weights.dims) >= 24 * 24]
         assert {weights.data_type for weights in large} == {onnx.TensorProto.INT8}
     else:
-        import openvino
+        from vitrail.acceleration.export.openvino import core
 
         recorded = json.loads((tmp_path / "model.xml.json").read_text())["int8"]
-        outputs = openvino.Core().compile_model(done.files[0], "CPU")([new[0]])[0]
+        outputs = core().compile_model(done.files[0], "CPU")([new[0]])[0]
         parameters = sum(parameter.numel() for parameter in fitted.model.parameters())
         assert (tmp_path / "model.bin").stat().st_size < 2 * parameters + 20_000
     assert recorded == done.int8.as_dict() == done.metadata["int8"]

@@ -8,7 +8,6 @@ from typing import Any
 import onnx
 import onnxruntime
 import onnxsim
-import openvino
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from vitrail import Bundle, ConfigError
 from vitrail.acceleration.export.dynamic_size import check_dynamic_size, outputs_of_any_size
+from vitrail.acceleration.export.openvino import core
 from vitrail.exporting import export
 
 QUICK = "relative"
@@ -115,7 +115,7 @@ def test_dynamic_size_in_other_formats(to: Any, name: str, tmp_path: Path) -> No
     made = resized("plain", (32, 64))  # torch's programs need more than one row of patches
     file = export(made, tmp_path / name, to=to, channels_last=True, dynamic_size=True).files[0]
     if to == "openvino":
-        compiled = openvino.Core().compile_model(file, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+        compiled = core().compile_model(file, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     else:
         module = torch.export.load(file).module()
     for size in SIZES if to == "openvino" else SIZES[:3]:

@@ -51,6 +51,8 @@ APPLE = Hardware("mps")
 EVERYTHING = (HOPPER, ADA, AMPERE, T4, T4_WITHOUT_TRITON, WITHOUT_TRITON, AMX, AVX512, OLD_CPU, APPLE)
 PLAIN = ViTConfig()
 ROTARY = ViTConfig(position="rope_2d")
+PATCHES = ViTConfig(pool="patches")
+LAYERS = ViTConfig(pool="patches", head_layers=(5, 11))
 
 
 @pytest.mark.parametrize(
@@ -67,6 +69,19 @@ ROTARY = ViTConfig(position="rope_2d")
             "fused CUDA path, bf16, CUDA graphs: this GPU does not support fp8, which needs Ada or Hopper",
         ),
         (HOPPER, ROTARY, "bf16", "eager, bf16, CUDA graphs: the fused path does not support rotary positions"),
+        (HOPPER, PATCHES, "bf16", "fused CUDA path, bf16, CUDA graphs"),
+        (
+            HOPPER,
+            LAYERS,
+            "bf16",
+            "eager, bf16, CUDA graphs: the fused path does not support heads that read several layers",
+        ),
+        (
+            HOPPER,
+            LAYERS,
+            "fp8",
+            "eager, bf16, CUDA graphs: fp8 does not support heads that read several layers",
+        ),
         (
             WITHOUT_TRITON,
             PLAIN,
@@ -84,6 +99,7 @@ ROTARY = ViTConfig(position="rope_2d")
         (T4_WITHOUT_TRITON, PLAIN, "bf16", "eager, bf16, CUDA graphs: this GPU is slow in bf16; use fp16"),
         (T4, PLAIN, "float32", "eager, float32, CUDA graphs: fp16 is faster on this GPU"),
         (AMX, PLAIN, "bf16", "packed oneDNN path, bf16"),
+        (AMX, LAYERS, "bf16", "packed oneDNN path, bf16"),
         (AMX, ROTARY, "bf16", "eager, bf16: the packed path does not support rotary positions"),
         (AMX._replace(onednn_bf16=False), PLAIN, "bf16", "eager, bf16: oneDNN has no bf16 on this CPU"),
         (OLD_CPU, PLAIN, "bf16", "eager, bf16: this CPU is slow in bf16; use float32"),
@@ -128,6 +144,8 @@ def test_inference(hardware: Hardware, config: ViTConfig, precision: str, line: 
         ),
         (HOPPER, PLAIN, {"sharded": True}, "compiled, bf16: the fused path does not support sharded models"),
         (HOPPER, ROTARY, {}, "compiled, bf16: the fused path does not support rotary positions"),
+        (HOPPER, PATCHES, {}, "fused CUDA path, compiled, bf16, CUDA graphs"),
+        (HOPPER, LAYERS, {}, "compiled, bf16: the fused path does not support heads that read several layers"),
         (HOPPER, PLAIN, {"adapters": True}, "compiled, bf16: the fused path does not support LoRA adapters"),
         (HOPPER, PLAIN, {"compiled": False}, "eager, bf16"),
         (ADA, PLAIN, {}, "fused CUDA path, compiled, bf16, CUDA graphs"),

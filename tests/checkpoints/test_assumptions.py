@@ -311,7 +311,7 @@ def test_a_timm_folder_assumes_nothing(tmp_path: Path) -> None:
         ({"heads": 0}, "heads is 0: input should be greater than 0"),
         ({"heads": 2.5}, "heads is 2.5: "),
         ({"patch_size": "big"}, "patch_size is 'big': expected one integer, or two"),
-        ({"pool": "max"}, "pool is 'max': input should be 'cls', 'mean', 'map' or 'none'"),
+        ({"pool": "max"}, "pool is 'max': input should be 'cls', 'mean', 'map', 'none' or 'patches'"),
         ({"norm_eps": "small"}, "norm_eps is 'small': "),
     ],
     ids=str,

@@ -1,5 +1,6 @@
 """Conversion between all formats: written by us, opened by the real peer, with the same outputs."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,9 @@ def test_round_trip_through_all_formats(tmp_path: Path) -> None:
     [
         ({"norm_order": "post"}, "timm", r"timm cannot express norm_order='post' \(supported: 'pre'\)"),
         ({"registers": 2}, "torchvision", "registers=2"),
+        ({"pool": "patches"}, "timm", r"timm cannot express pool='patches' \(supported: 'cls' or 'mean' or 'map'\)$"),
+        ({"pool": "patches"}, "transformers", r"cannot express pool='patches' \(supported: 'cls'\)$"),
+        ({"pool": "patches", "head_layers": (0, 1)}, "google", r"google cannot express .*pool='patches' \(sup"),
         ({"position": "rope_2d"}, "google", "position='rope_2d'"),
         ({}, "lucidrains", "stem='conv'.*qkv_bias=True"),
         ({"norm_eps": 1e-3}, "timm", "timm has no plain ViT|would differ slightly"),
@@ -187,6 +191,20 @@ def test_what_a_target_cannot_express(fields: dict[str, Any], to: Any, words: st
     with pytest.raises(CheckpointError, match=words):
         convert(tiny_bundle(**fields), tmp_path / "out", to=to)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("layers", [(), (-2, -1)], ids=str)
+def test_logits_per_patch_as_a_bundle(layers: tuple[int, ...], tmp_path: Path) -> None:
+    bundle = tiny_bundle(pool="patches", head_layers=layers, registers=1)
+    assert convert(bundle, tmp_path / "copy", to="bundle").change == 0
+    again = load(tmp_path / "copy").model
+    assert again.config == bundle.model.config.resolved()
+    assert again.config.head_layers == ((0, 1) if layers else ())
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(again(x), bundle.model(x))
+    config = json.loads((tmp_path / "copy" / "config.json").read_text(encoding="utf-8"))
+    assert set(config) == {"vitrail"}, "timm cannot express it, so it gets no keys"
 
 
 def test_numbers_that_are_not_finite(tmp_path: Path) -> None:

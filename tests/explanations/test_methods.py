@@ -20,6 +20,7 @@ from vitrail.explanations.attention import (
 )
 from vitrail.explanations.relevance import as_colours, gradcam_maps, pca_maps, relevance, relevance_maps
 from vitrail.explanations.request import ExplanationRequest, explain_pixels
+from vitrail.models.vit import ViT
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
@@ -98,6 +99,40 @@ def test_relevance(name: str) -> None:
     expected = torch.stack([naive.relevance(image, int(c), None) for image, c in zip(x, each, strict=True)])
     assert_close(relevance_maps(model, x, each), expected)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("token", ["first", "last"])
+def test_logits_of_patches_are_explained_as_those_of_tokens(token: Any) -> None:
+    every, x = build("per token", class_token=token), images(build("per token").config)
+    patches = ViT(every.config.replace(pool="patches"))
+    patches.load_state_dict(every.state_dict())
+    patches.eval()
+    for query in ("2,4", "0,1"):
+        assert torch.equal(relevance_maps(patches, x, 3, query), relevance_maps(every, x, 3, query))
+        for layer in (0, None):
+            assert torch.equal(gradcam_maps(patches, x, 3, layer, query), gradcam_maps(every, x, 3, layer, query))
+    assert torch.equal(rollout_maps(patches, x), rollout_maps(every, x, "mean"))
+    assert torch.equal(attention_maps(patches, x), attention_maps(every, x, None, "mean"))
+    for wrong, words in ((None, "choose one with query"), ("class", "for patches only, not for class")):
+        with pytest.raises(InputError, match=words):
+            ExplanationRequest(query=wrong).check(patches.config)
+        with pytest.raises(InputError, match=words):
+            relevance_maps(patches, x, 3, wrong)
+
+
+def test_heads_that_read_several_layers() -> None:
+    model = build("per token", pool="patches", head_layers=(0, 2))
+    x = images(model.config)
+    for call in (
+        lambda: ExplanationRequest(query="1,1").check(model.config),
+        lambda: relevance_maps(model, x, 3, "1,1"),
+        lambda: gradcam_maps(model, x, 3, None, "1,1"),
+    ):
+        with pytest.raises(InputError, match="reads several layers, and relevance and gradcam support one; use"):
+            call()
+    for request in (ExplanationRequest("attention"), ExplanationRequest("rollout"), ExplanationRequest("pca")):
+        request.check(model.config)
+        assert explain_pixels(model, x, request).isfinite().all()
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -28,6 +28,7 @@ NAMED = {
     "learned_2d": ViTConfig(depth=1, position="learned_2d", stem="linear_norm"),
     "conv_stem": ViTConfig(depth=1, stem="conv_stem", position="sincos_2d"),
     "resnet": ViTConfig(depth=1, stem="resnet", resnet={"depths": (1, 2)}, patch_size=(8, 8), position="rope_2d"),
+    "patches": ViTConfig(depth=2, pool="patches", head_layers=(0, 1)),
 }
 
 TINY = ViTConfig(image_size=(16, 24), patch_size=(8, 8), width=24, depth=2, heads=3, classes=4)

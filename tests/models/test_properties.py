@@ -42,7 +42,10 @@ def assert_learns(config: ViTConfig) -> None:
     out = model(image(config))
     outputs = config.classes or config.pooled_width
     kept = config.special_tokens + max(1, round(config.patches * (1 - config.patch_dropout)))
-    assert out.shape == ((3, kept, outputs) if config.pool == "none" else (3, outputs))
+    shapes: dict[str, tuple[int, ...]] = {"none": (3, kept, outputs), "patches": (3, config.patches, outputs)}
+    if config.pool == "patches" and config.classes:
+        shapes["patches"] = (3, outputs, *config.grid)
+    assert out.shape == shapes.get(config.pool, (3, outputs))
     assert out.isfinite().all()
     out.square().sum().backward()
     for name, parameter in model.named_parameters():

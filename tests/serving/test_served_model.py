@@ -5,7 +5,6 @@ import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import openvino
 import pytest
 import torch
 from tests.support.commands import PLAN
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from vitrail.acceleration import auto
 from vitrail.acceleration.engine import open_engine
+from vitrail.acceleration.export.openvino import core
 from vitrail.acceleration.planner import ExecutionPlan, Hardware
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.errors import Diverged
@@ -126,7 +126,7 @@ def test_plans_are_logged_at_the_start_and_after_a_reload(tmp_path: Path, caplog
 
 @pytest.mark.slow
 def test_other_engines_do_not_compute_features(opened: Open) -> None:
-    original, abilities = bundle(), openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    original, abilities = bundle(), core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     served = opened(original, precision="bf16" if "BF16" in abilities else "float32", engine="openvino")
     assert torch.equal(embedded(served, images()), expected(original, FeatureRequest(), "float32"))
 

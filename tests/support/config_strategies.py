@@ -53,11 +53,14 @@ def configs(draw: st.DrawFn, /, **fixed: Any) -> ViTConfig:
 
     token = choose("class_token", ["first", "last", "none"])
     choose("registers", [0, 1, 3])
-    pool = choose("pool", ["mean", "map", "none"] if token == "none" else ["cls", "mean", "map", "none"])
+    pools = ["mean", "map", "none", "patches"]
+    pool = choose("pool", pools if token == "none" else ["cls", *pools])
+    layers = [(), (-1,), tuple(range(fields["depth"]))] if pool == "patches" else [()]
+    several = len(choose("head_layers", layers)) > 1
     choose("distillation_token", [False, True] if pool == "cls" else [False])
     choose("pool_over", ["patches", "all"] if pool in ("mean", "map") else ["patches"])
     choose("final_norm", ["before_pool", "after_pool", "none"])
-    choose("representation", [None, 6])
+    choose("representation", [None] if several else [None, 6])
     choose("classes", [0, 5])
 
     head = fields["head_dim"] or fields["width"] // fields["heads"]
@@ -76,6 +79,8 @@ def configs(draw: st.DrawFn, /, **fixed: Any) -> ViTConfig:
         "patch_dropout",
     ):
         fields[rate] = fixed.get(rate, draw(rates))
+    if pool == "patches":
+        fields["patch_dropout"] = 0.0
     choose("init", ["paper", "timm", "torchvision", "lucidrains"])
     choose("head_bias", [None, -10.0])
     return ViTConfig(**fields)

@@ -31,6 +31,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "no_position": {"position": "none", "activation": "quick_gelu", "norm_before_blocks": True},
     "mean_of_all": {"pool": "mean", "pool_over": "all", "final_norm": "after_pool", "class_token": "none"},
     "every_token": {"pool": "none", "activation": "gelu_tanh"},
+    "patches": {"pool": "patches", "class_token": "last", "registers": 2, "final_norm": "after_pool"},
+    "patches_of_layers": {"pool": "patches", "head_layers": (0, -1), "registers": 1},
     "no_head": {"classes": 0, "activation": "relu", "out_proj": False},
     "grey": {"channels": 1, "head_dim": 4},
     "cnn": {

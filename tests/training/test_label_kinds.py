@@ -181,7 +181,7 @@ def test_numbers_are_predicted(regression: Run, new: Path, tmp_path: Path) -> No
     values = [row.get("angle") for row in rows["jsonl"]]
     assert values[2] is None
     assert rows["jsonl"][2]["error"]
-    assert [row["angle"] for row in rows["parquet"]] == pytest.approx(values, rel=1e-6)
+    assert [row["angle"] for row in rows["parquet"][:2]] == pytest.approx(values[:2], rel=1e-6)
     assert [row["angle"] for row in rows["csv"]] == [str(value or "") for value in values]
     assert "angle" in (tmp_path / "rows.txt").read_text()
     made = vitrail.predict(regression.bundle, [new / "0.png"], device="cpu")[0]

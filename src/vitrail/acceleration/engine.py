@@ -1,6 +1,6 @@
 """Engines: a model with its normalisation, run by torch, ONNX Runtime or OpenVINO.
 
-    pixels (B, C, H, W), uint8  ->  engine  ->  logits (B, K), float32, on the CPU
+    pixels (B, C, H, W), uint8  ->  engine  ->  logits (B, K), float32, on the CPU; (B, K, rows, columns) per patch
 
 An engine normalises the pixels itself; its input is the output of `Preprocess.fit`.
 """
@@ -53,7 +53,7 @@ class Engine(Protocol):
         """How it computes the model."""
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Return logits (B, K) for images (B, C, H, W) of uint8, in float32 on the CPU."""
+        """Return the model's logits for images (B, C, H, W) of uint8, in float32 on the CPU."""
 
 
 class TorchEngine:

@@ -140,6 +140,7 @@ def unsupported_by_fused_encoder(config: ViTConfig) -> str:
         (config.qk_norm, "QK norm"),
         (config.activation == "swiglu", "SwiGLU"),
         (config.position_at != "stem", "positions added inside the encoder"),
+        _several_layers(config),
     ) or _positions_in_attention(config)
 
 
@@ -153,7 +154,8 @@ def unsupported_by_fp8(config: ViTConfig) -> str:
 def unsupported_by_fused_training(config: ViTConfig) -> str:
     """Return what the fused training path lacks."""
     without = (not config.depth, "models without encoder blocks")
-    return _first(without, (config.norm_order != "pre", "post-norm blocks")) or _positions_in_attention(config)
+    lacks = _first(without, (config.norm_order != "pre", "post-norm blocks"), _several_layers(config))
+    return lacks or _positions_in_attention(config)
 
 
 def unsupported_by_onednn(config: ViTConfig) -> str:
@@ -161,6 +163,10 @@ def unsupported_by_onednn(config: ViTConfig) -> str:
     without = (not config.depth, "models without encoder blocks")
     lacks = _first(without, (not config.out_proj, "attention without an output projection"))
     return lacks or _positions_in_attention(config)
+
+
+def _several_layers(config: ViTConfig) -> tuple[bool, str]:
+    return len(config.head_layers) > 1, "heads that read several layers"
 
 
 def _positions_in_attention(config: ViTConfig) -> str:

@@ -9,7 +9,7 @@ import typer
 
 import vitrail
 from vitrail.cli.output import echo, print_table, progress
-from vitrail.text import byte_size
+from vitrail.text import byte_size, number
 
 if TYPE_CHECKING:
     from vitrail.data.checking.check import Report
@@ -95,8 +95,7 @@ def _print_report(report: "Report") -> None:
             _print_wrapped(line, indent=4, inner=6)
         if len(finding.details) > listed:
             echo(f"    … and {len(finding.details) - listed:,} more")
-    _heading("Classes")
-    _print_classes(report)
+    _print_labels(report)
     _heading("Sizes: the shorter side, in pixels")
     _print_sizes(report)
     _heading("Files")
@@ -118,17 +117,51 @@ def _print_sizes(report: "Report") -> None:
         gap = not span.images
 
 
-def _print_classes(report: "Report") -> None:
-    """Print the counts per class, largest first; of many classes, only the largest and the smallest."""
+def _print_labels(report: "Report") -> None:
+    """Print how many images have each class or label; of numbers, their ranges."""
+    facts = report.targets
+    if facts is None:
+        _heading("Classes")
+        _print_classes(report, "class", None)
+        return
+    _heading("Labels" if facts.kind == "labels" else "Numbers")
+    if facts.reason:
+        _print_wrapped(f"Detected: {facts.reason}.")
+    for line in facts.lines:
+        _print_wrapped(_sentence(line))
+    if facts.columns:
+        heads = ("minimum", "mean", "maximum", "missing")
+        rows = [
+            (
+                one.name,
+                *(number(value, one.scale) for value in (one.minimum, one.mean, one.maximum)),
+                f"{one.missing:,}",
+            )
+            for one in facts.columns
+        ]
+        print_table(("column", *heads), rows, numbers=heads)
+        echo()
+        _print_classes(report, facts.columns[0].name, facts.images)
+    else:
+        _print_classes(report, "label", facts.images)
+
+
+def _print_classes(report: "Report", what: str, images: dict[str, int] | None) -> None:
+    """Print the counts per class, largest first; of many classes, only the largest and the smallest.
+
+    Ranges of numbers stay in order. `images` are those of each split, unless they are the sum of the counts.
+    """
     splits = list(report.counts)
-    names = sorted(report.classes, key=lambda name: -report.counts["train"][name])
+    ranges = report.targets is not None and report.targets.kind == "values"
+    names = sorted(report.classes, key=lambda name: 0 if ranges else -report.counts["train"][name])
     rows = [(name, *(f"{report.counts[split][name]:,}" for split in splits)) for name in names]
     if len(rows) > MAX_CLASSES:
         half = MAX_CLASSES // 2
         left_out = (f"… {len(rows) - 2 * half:,} more …", *("" for _ in splits))
         rows = [*rows[:half], left_out, *rows[-half:]]
-    total = ("all", *(f"{sum(report.counts[split].values()):,}" for split in splits))
-    print_table(("class", *splits), [*rows, total], numbers=splits)
+    all_of = {split: sum(report.counts[split].values()) for split in splits} if images is None else images
+    total = ("all", *(f"{all_of[split]:,}" for split in splits))
+    print_table((what, *splits), [*rows, total], numbers=splits)
 
 
 def _print_speed(speed: "Speed", bounds: "tuple[Bound, ...]", cores: int, size: int) -> None:

@@ -31,10 +31,14 @@ _PATCH = re.compile(r"\(?\s*(-?\d{1,7})\s*,\s*(-?\d{1,7})\s*\)?")
 
 
 def default_query(config: ViTConfig) -> str:
-    """Return what the head reads: the class token, the mean of the tokens, or the query of the pool `map`."""
+    """Return what the head reads: the class token, the mean of the tokens, or the query of the pool `map`.
+
+    A head that reads every token has the class token, if there is one, or else the mean; one that reads every patch has
+    their mean.
+    """
     if config.pool == "none":
         return "class" if config.class_token != "none" else "mean"
-    return {"cls": "class", "mean": "mean", "map": POOL}[config.pool]
+    return {"cls": "class", "mean": "mean", "map": POOL, "patches": "mean"}[config.pool]
 
 
 def read_query(query: Query, config: ViTConfig) -> Tensor:

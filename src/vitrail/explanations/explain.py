@@ -17,7 +17,7 @@ from vitrail.data.sources.source import Pixels
 from vitrail.errors import ConfigError, Diverged, InputError, VitrailError, suggest
 from vitrail.explanations.attention import Fuse, Query, attention_maps, choose_head, maps_of_layers
 from vitrail.explanations.explanation import Explanation
-from vitrail.explanations.relevance import explained_token
+from vitrail.explanations.relevance import explained_logits
 from vitrail.explanations.request import ExplanationRequest, Method, explain_pixels
 from vitrail.models.checks import as_int
 from vitrail.runtime import choose_device, eval_mode
@@ -120,10 +120,9 @@ def subject_of(
 ) -> Subject:
     """Return what a map of one image (1, C, H, W) is about: the output `target`, by default the model's prediction."""
     config = bundle.model.config
-    if task is None or (config.pool == "none" and not request.targeted):
+    if task is None or (not config.has_pool and not request.targeted):
         return Subject(None, None)  # no prediction for the whole image
-    outputs = bundle.model(pixels)[0]
-    outputs = outputs[explained_token(config, request.query)] if config.pool == "none" else outputs
+    outputs = explained_logits(bundle.model(pixels), config, request.query)[0]
     predicted = task.explained(outputs, bundle.classes, None)
     if not request.targeted:
         return Subject(None, predicted)

@@ -37,6 +37,7 @@ def gradcam_maps(
     With `layer`, the features are the input of that layer's attention.
     """
     check_ready(model)
+    check_head(model.config)
     config = model.config
     read_by_pool = layer is None and config.pool in ("mean", "map")
     first = config.depth if read_by_pool else read_layer(-1 if layer is None else layer, config.depth)
@@ -98,9 +99,11 @@ def _with_recorder(module: AnyModule, name: str) -> tuple[AnyModule, _Recorder]:
 def relevance(model: ViT, pixels: Tensor, target: int | Tensor, query: Query | None = None) -> Tensor:
     """Return the relevance of each token for class `target`, one index or one per image: (B, T).
 
-    `query` selects the token whose logits are explained if every token has logits (pool none).
+    `query` selects the token whose logits are explained if every token has logits (pool none), or every patch (pool
+    patches).
     """
     check_ready(model)
+    check_head(model.config)
     states: list[Tensor] = []
     with torch.no_grad():
         tokens, places = model.embed(pixels)
@@ -139,34 +142,53 @@ def positive_part(gradient: Tensor, weights: Tensor) -> Tensor:
 
 def class_score(logits: Tensor, target: int | Tensor, config: ViTConfig, query: Query | None = None) -> Tensor:
     """Return the sum over images of the score of class `target`; its gradient is per image."""
-    check_has_classes(config)
+    check_head(config)
     chosen = torch.as_tensor(target, device=logits.device).expand(len(logits))
     if not bool(((chosen >= 0) & (chosen < config.classes)).all()):
         raise InputError(f"class {target} does not exist: this model has classes 0 to {config.classes - 1}")
-    scores = logits[:, explained_token(config, query)] if config.pool == "none" else logits
-    return scores.gather(1, chosen[:, None]).sum()
+    return explained_logits(logits, config, query).gather(1, chosen[:, None]).sum()
+
+
+def explained_logits(logits: Tensor, config: ViTConfig, query: Query | None) -> Tensor:
+    """Return the logits (B, K) that are explained: those of one token, in a model with logits for every token."""
+    if config.has_pool:
+        return logits
+    token = explained_token(config, query)
+    if config.pool == "none":
+        return logits[:, token]
+    return logits.flatten(2)[:, :, token - config.layout.patches.start]
 
 
 def explained_token(config: ViTConfig, query: Query | None) -> int:
-    """Return the token whose logits are explained, in a model with logits for every token."""
-    if query is None and config.class_token == "none":
+    """Return the token whose logits are explained, in a model with logits for every token or patch."""
+    patches = config.pool == "patches"
+    if query is None and (patches or config.class_token == "none"):
         raise InputError(
-            "this model has logits for every token (its pool is none), so choose a token with query: a patch as "
-            "'row,column'; attention, rollout and pca work without"
+            f"this model has logits for every {'patch' if patches else 'token'} (its pool is {config.pool}), so choose "
+            f"{'one' if patches else 'a token'} with query: a patch as 'row,column'; attention, rollout and pca work "
+            f"without"
         )
-    return read_token(query if query is not None else "class", config)
+    token = read_token(query if query is not None else "class", config)
+    if patches and not config.layout.patches.start <= token < config.layout.patches.stop:
+        raise InputError(f"this model has logits for patches only, not for {query}; choose a patch as 'row,column'")
+    return token
 
 
-def check_has_classes(config: ViTConfig) -> None:
-    """Raise for a model without a classification head."""
+def check_head(config: ViTConfig) -> None:
+    """Raise for a model whose head has no class to explain, or reads several layers."""
     if not config.classes:
         raise InputError("the model has no head, so it has no class to explain; use attention, rollout or pca")
+    if len(config.head_layers) > 1:
+        raise InputError(
+            "the head of this model reads several layers, and relevance and gradcam support one; use attention, "
+            "rollout or pca"
+        )
 
 
 def _read_weights(config: ViTConfig, query: Query | None) -> Tensor:
     """Return the weights (T,) with which the head reads the tokens."""
     match config.pool:
-        case "none":
+        case "none" | "patches":
             row = torch.zeros(config.tokens)
             row[explained_token(config, query)] = 1
         case "cls" if config.distillation_token:  # the logits are the mean of two heads

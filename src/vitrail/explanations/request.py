@@ -17,7 +17,7 @@ from vitrail.explanations.attention import (
     read_query,
     rollout_maps,
 )
-from vitrail.explanations.relevance import check_has_classes, explained_token, gradcam_maps, pca_maps, relevance_maps
+from vitrail.explanations.relevance import check_head, explained_token, gradcam_maps, pca_maps, relevance_maps
 from vitrail.models.checks import read_layer
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
@@ -70,9 +70,9 @@ class ExplanationRequest:
             read_layer(self.layer, config.depth)
         if self.head is not None:
             read_head(self.head, config.heads)
-        self._check_query(config)
         if self.targeted:
-            check_has_classes(config)
+            check_head(config)
+        self._check_query(config)
 
     def _check_option(self, option: str) -> None:
         if self.method not in _METHODS_WITH[option]:
@@ -81,7 +81,7 @@ class ExplanationRequest:
             raise ConfigError(f"{option} does not apply to {self.method}, only to {takers}; omit it")
 
     def _check_query(self, config: ViTConfig) -> None:
-        if self.targeted and config.pool == "none":
+        if self.targeted and not config.has_pool:
             explained_token(config, self.query)
         elif self.query is not None:
             self._check_option("query")

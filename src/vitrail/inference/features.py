@@ -127,7 +127,7 @@ class FeatureRequest:
 def _missing(config: ViTConfig) -> dict[FeatureKind, str]:
     """Return the features that a model does not have, and why."""
     missing: dict[FeatureKind, str] = {}
-    if config.pool == "none":
+    if not config.has_pool:
         missing["pooled"] = "does not pool its tokens"
     if config.class_token == "none":
         missing["class"] = "has no class token"

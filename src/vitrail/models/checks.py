@@ -45,13 +45,16 @@ def check_images(x: Tensor, config: ViTConfig, weight: Tensor) -> None:
 
 
 def per_token(config: ViTConfig) -> str:
-    """Return why a model with per-token logits cannot classify images; "" if it can."""
-    if config.pool != "none" or not config.classes:
+    """Return why a model with logits per token or patch cannot classify images; "" if it can."""
+    if config.has_pool or not config.classes:
         return ""
+    what = f"{config.tokens:,} tokens" if config.pool == "none" else f"{config.patches:,} patches"
+    gives = f"this model gives logits for each of its {what} (pool = '{config.pool}'), not for the image"
+    if config.head_layers:
+        return f"{gives}; use a model whose head reads one vector per image"
     pool = "mean" if config.class_token == "none" else "cls"
     return (
-        f"this model gives logits for each of its {config.tokens:,} tokens (pool = 'none'), not for the image; "
-        f"pool={pool} works: --set model.pool={pool} in training, --override pool={pool} for a weight file, "
+        f"{gives}; pool={pool} works: --set model.pool={pool} in training, --override pool={pool} for a weight file, "
         f"'pool': '{pool}' in the config.json of a bundle"
     )
 

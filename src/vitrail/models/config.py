@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from vitrail.errors import ConfigError
-from vitrail.schema import LIMIT, Count, Frozen, Pair, Positive, Rate, Sequence
+from vitrail.schema import LIMIT, Count, Frozen, Index, Pair, Positive, Rate, Sequence
 
 GROUPS = 32
 """Groups of every GroupNorm in the ResNet."""
@@ -176,11 +176,16 @@ class ViTConfig(Frozen):
     """Fraction of the patches dropped before the first block."""
 
     # Pooling and head
-    pool: Literal["cls", "mean", "map", "none"] = "cls"
-    """`cls` takes the class token, `mean` averages, `map` attends with a learned query, `none` keeps every token."""
+    pool: Literal["cls", "mean", "map", "none", "patches"] = "cls"
+    """`cls` takes the class token, `mean` averages, `map` attends with a learned query, `none` keeps every token.
+    `patches` keeps the patches only: the logits are a map, (B, classes, rows, columns)."""
     pool_over: Literal["patches", "all"] = "patches"
     """Which tokens `mean` and `map` pool."""
+    head_layers: Annotated[tuple[Index, ...], Sequence] = ()
+    """With `pool="patches"`: the layers whose patches the head reads, each after the final norm, concatenated. 0-based,
+    negative from the end, in ascending order, with the last layer. (): the last layer only."""
     final_norm: Literal["before_pool", "after_pool", "none"] = "before_pool"
+    """`after_pool` is applied to each patch with `pool="patches"`, and to each token with `none`."""
     representation: Positive | None = None
     """Width of a tanh layer before the head (`pre_logits`). None: no such layer."""
     classes: Count = 1000
@@ -294,9 +299,19 @@ class ViTConfig(Frozen):
         return self.patches + self.special_tokens
 
     @property
+    def has_pool(self) -> bool:
+        """Whether the tokens are pooled into one vector per image."""
+        return self.pool not in ("none", "patches")
+
+    @property
+    def layers_read(self) -> tuple[int, ...]:
+        """The layers whose outputs the head reads, 0-based; () without encoder blocks."""
+        return tuple(layer % self.depth for layer in self.head_layers) or tuple(range(self.depth)[-1:])
+
+    @property
     def pooled_width(self) -> int:
         """Width of the head's input."""
-        return self.representation or self.width
+        return self.representation or self.width * max(1, len(self.head_layers))
 
     def resolved(self) -> Self:
         """Return an equal config with all derived defaults made explicit, for saving."""
@@ -306,6 +321,7 @@ class ViTConfig(Frozen):
             conv_stem=self.stem_layers if self.stem == "conv_stem" else None,
             resnet=self.stem_resnet if self.stem == "resnet" else None,
             position_covers=self.covers,
+            head_layers=self.layers_read if self.head_layers else (),
         )
 
     # ── validation ──
@@ -441,6 +457,39 @@ class ViTConfig(Frozen):
             )
         if self.pool_over == "all" and self.pool not in ("mean", "map"):
             raise ConfigError(f"pool_over='all' has no effect with pool={self.pool!r}; omit pool_over")
+        if self.pool == "patches" and self.patch_dropout:
+            raise ConfigError(
+                f"pool='patches' needs every patch, but patch_dropout is {self.patch_dropout}; set it to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _head_layers_exist(self) -> Self:
+        if not self.head_layers:
+            return self
+        if self.pool != "patches":
+            raise ConfigError(f"head_layers is for pool='patches', but pool is {self.pool!r}; omit head_layers")
+        if not self.depth:
+            raise ConfigError("head_layers names encoder blocks, but depth is 0; omit it")
+        for layer in self.head_layers:
+            if not -self.depth <= layer < self.depth:
+                raise ConfigError(
+                    f"head_layers names layer {layer}, but the model has layers 0 to {self.depth - 1} (or -1 for the "
+                    f"last)"
+                )
+        layers = self.layers_read
+        if (ordered := tuple(sorted(set(layers)))) != layers:
+            raise ConfigError(f"head_layers {layers} must be different layers in ascending order; use {ordered}")
+        if layers[-1] != self.depth - 1:
+            raise ConfigError(
+                f"head_layers ends with layer {layers[-1]}, so the layers after it would have no effect; add layer "
+                f"{self.depth - 1}, or set depth={layers[-1] + 1}"
+            )
+        if self.representation and len(layers) > 1:
+            raise ConfigError(
+                f"representation is for a head that reads one layer, but head_layers names {len(layers)}; omit one of "
+                f"them"
+            )
         return self
 
 

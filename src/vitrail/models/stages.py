@@ -47,9 +47,12 @@ def stages(model: ViT, image: Tensor) -> list[Stage]:
         "mean": "the mean of the tokens",
         "map": "attention of a learned query over the tokens",
         "none": "every token",
+        "patches": "every patch",
     }[config.pool]
+    if config.head_layers:
+        pooled += f", after layers {', '.join(map(str, config.layers_read))}"
     outputs = (
-        f"a score for each of {config.classes} classes"
+        f"a score for each of {config.classes} classes{' in each patch' * (config.pool == 'patches')}"
         if config.classes
         else "the features, because the model has no head"
     )
@@ -176,21 +179,23 @@ class Cost(NamedTuple):
 def cost(config: ViTConfig) -> Cost:
     """Count the parameters of a model and the FLOPs of its matmuls, convolutions and attention.
 
-    All blocks are identical, so only the first one is built and counted.
+    All blocks are identical, so only the first one is built and counted, or as many as the head reads.
     """
+    built = min(config.depth, max(1, len(config.head_layers)))
+    read = tuple(range(built)) if config.head_layers else ()
     with torch.device("meta"):
-        model = ViT(config.replace(depth=min(config.depth, 1))).eval().to("meta")  # also moves computed buffers
+        model = ViT(config.replace(depth=built, head_layers=read)).eval().to("meta")  # also moves computed buffers
         image = torch.empty(1, config.channels, *config.image_size)
-    counter, more = _FlopCounter(), max(config.depth - 1, 0)
+    counter, more = _FlopCounter(), config.depth - built
     for block in model.blocks:
         block.register_forward_pre_hook(lambda *_: counter.start())
         block.register_forward_hook(lambda *_: counter.stop())
     with torch.no_grad(), counter:
         model(image)
     return Cost(
-        parameters=_parameters(model) + more * _parameters(model.blocks),
+        parameters=_parameters(model) + more * _parameters(model.blocks) // max(1, built),
         tokens=config.tokens,
-        flops=counter.total + more * counter.in_block,
+        flops=counter.total + more * counter.in_block // max(1, built),
     )
 
 

@@ -4,7 +4,7 @@
       -> stem: one token per patch, (B, N, D)
       -> special tokens are concatenated and positions added, (B, T, D)
       -> encoder blocks
-      -> pool, representation layer, head: (B, classes)
+      -> pool, representation layer, head: (B, classes), or (B, classes, rows, columns) with the pool `patches`
 
 Parameter names follow timm, so that the weights of a plain ViT load into either.
 """
@@ -44,7 +44,8 @@ class Features:
     """The features of images, before the head."""
 
     pooled: Tensor
-    """The input of the head: (B, D), or (B, representation); (B, T, …) with `pool="none"`."""
+    """The input of the head: (B, D), or (B, representation); with `pool="none"` one per token, (B, T, …), with
+    `"patches"` one per patch, (B, N, …)."""
     tokens: Tensor
     """All tokens, (B, T, D); with `as_grid` the patches only, (B, D, rows, columns)."""
 
@@ -105,20 +106,27 @@ class ViT(nn.Module):
     # ── inference ──
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map images (B, C, H, W) to logits (B, classes); to (B, T, classes) with `pool="none"`."""
-        return self._classify(self._encode(x))
+        """Map images (B, C, H, W) to logits (B, classes).
+
+        They are (B, T, classes) with `pool="none"`, and (B, classes, rows, columns), one per patch, with `"patches"`.
+        """
+        return self._classify(*self._layers_read(*self.embed(x)))
 
     def features(self, x: Tensor, *, layer: int | None = None, as_grid: bool = False) -> Features:
         """Return the pooled vector and the tokens after `layer` (0-based, negative from the end).
 
         The model is truncated after that layer; final norm, pooling and representation layer still apply. A norm after
-        pooling affects `pooled` only. Use `trace` for the raw tokens of a layer.
+        pooling affects `pooled` only. Use `trace` for the raw tokens of a layer. If the head reads several layers
+        (`head_layers`), `pooled` holds the patches of `layer` alone.
         """
         if as_grid and self.training and self.config.patch_dropout:
             raise InputError("patch dropout removes patches from the grid; call .eval() before features(as_grid=True)")
-        depth = None if layer is None else read_layer(layer, self.config.depth) + 1
-        tokens = self.norm(self._encode(x, depth))
-        pooled = self._pool(tokens)
+        if layer is None:
+            layers = self._layers_read(*self.embed(x))
+        else:
+            layers = [self._encode(x, read_layer(layer, self.config.depth) + 1)]
+        layers = [self.norm(tokens) for tokens in layers]
+        tokens, pooled = layers[-1], self._pool(*layers)
         if as_grid:
             patches = tokens[:, self.config.layout.patches]
             tokens = patches.transpose(1, 2).unflatten(2, self.config.grid)
@@ -132,6 +140,7 @@ class ViT(nn.Module):
         weights_at, tokens_at = (read_layers(layers, self.config.depth) for layers in (attention, tokens))
         weights_of: dict[int, Tensor] = {}
         tokens_of: dict[int, Tensor] = {}
+        read: list[Tensor] = []
         state, positions = self.embed(x)
         for i, block in enumerate(self.blocks):
             if i in weights_at.values():
@@ -140,7 +149,9 @@ class ViT(nn.Module):
                 state = self._run(block, state, positions)
             if i in tokens_at.values():
                 tokens_of[i] = state
-        logits, pooling = self.classify(state)
+            if i in self.config.layers_read:
+                read.append(state)
+        logits, pooling = self.classify(*read or [state])
         return Traced(
             logits,
             pooling=pooling,
@@ -235,11 +246,14 @@ class ViT(nn.Module):
             tokens = self._run(block, tokens, positions)
         return tokens
 
-    def classify(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Map the output tokens of the last block (B, T, D) to logits; also return the attention of the `map` pool."""
+    def classify(self, *layers: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Map the output tokens (B, T, D) of each layer that the head reads, usually the last block, to logits.
+
+        Also return the attention of the `map` pool.
+        """
         if self.attn_pool is None:
-            return self._classify(tokens), None
-        pooled, weights = self.attn_pool.traced(self._pooled_over(self.norm(tokens)))
+            return self._classify(*layers), None
+        pooled, weights = self.attn_pool.traced(self._pooled_over(self.norm(layers[-1])))
         return self.head(self.pre_logits(self.fc_norm(pooled))), weights
 
     def _join(self, patches: Tensor) -> Tensor:
@@ -257,22 +271,35 @@ class ViT(nn.Module):
         tokens, positions = self.embed(x)
         return self.run_blocks(tokens, positions, depth)
 
+    def _layers_read(self, tokens: Tensor, positions: TokenPositions) -> list[Tensor]:
+        """Run embedded tokens through all blocks; return the outputs (B, T, D) of the layers that the head reads."""
+        read = []
+        for i, block in enumerate(self.blocks):
+            tokens = self._run(block, tokens, positions)
+            if i in self.config.layers_read:
+                read.append(tokens)
+        return read or [tokens]
+
     def _run(self, block: nn.Module, tokens: Tensor, positions: TokenPositions) -> Tensor:
         """Run one block, with gradient checkpointing if enabled."""
         if self.gradient_checkpointing and self.training:
             return cast("Tensor", checkpoint(block, tokens, positions, use_reentrant=False))
         return cast("Tensor", block(tokens, positions))
 
-    def _classify(self, tokens: Tensor) -> Tensor:
-        """Map the encoder's output to logits."""
-        tokens = self.norm(tokens)
+    def _classify(self, *layers: Tensor) -> Tensor:
+        """Map the outputs (B, T, D) of the layers that the head reads to logits."""
+        normalised = [self.norm(tokens) for tokens in layers]
         if self.head_dist is not None:
-            by_class, by_distillation = self._both_heads(tokens)
+            by_class, by_distillation = self._both_heads(normalised[-1])
             return (by_class + by_distillation) / 2
-        return cast("Tensor", self.head(self._pool(tokens)))
+        outputs: Tensor = self.head(self._pool(*normalised))
+        if self.config.pool == "patches" and self.config.classes:
+            outputs = outputs.transpose(1, 2).unflatten(2, self.config.grid)
+        return outputs
 
-    def _pool(self, tokens: Tensor) -> Tensor:
-        """Pool normalised tokens (B, T, D) into the input of the head."""
+    def _pool(self, *layers: Tensor) -> Tensor:
+        """Pool the normalised tokens (B, T, D) of the layers that the head reads into its input."""
+        tokens = layers[-1]
         match self.config.pool:
             case "cls":
                 pooled = tokens[:, 0 if self.config.class_token == "first" else -1]
@@ -280,6 +307,9 @@ class ViT(nn.Module):
                 pooled = self._pooled_over(tokens).mean(dim=1)
             case "map":
                 pooled = cast("AttentionPool", self.attn_pool)(self._pooled_over(tokens))
+            case "patches":
+                patches = [self.fc_norm(self._pooled_over(layer)) for layer in layers]
+                return cast("Tensor", self.pre_logits(torch.cat(patches, dim=-1)))
             case _:
                 pooled = tokens
         return cast("Tensor", self.pre_logits(self.fc_norm(pooled)))

@@ -31,6 +31,7 @@ POOLS = {
     "mean": "the mean of the tokens",
     "map": "attention pooling",
     "none": "every token separately",
+    "patches": "every patch separately",
 }
 
 

@@ -56,7 +56,7 @@ class ServedModel:
         _copy_weights(model)
         self.task = task_of_head(self.bundle)
         self.engine: Engine | None = None
-        if model.config.classes and model.config.pool != "none":
+        if model.config.classes and model.config.has_pool:
             self.engine = self._open_engine(settings)
         # `auto` and int8 are validated on predictions, not on features, and other engines do not compute features.
         self.precision: Precision = (
@@ -119,7 +119,7 @@ class ServedModel:
     def warm_up(self) -> None:
         """Run once, so that the first client does not wait; fails if the output is not finite."""
         # In the compute thread, because thread pools and libraries initialise per thread.
-        if self.engine is not None or self.bundle.model.config.pool != "none":
+        if self.engine is not None or self.bundle.model.config.has_pool:
             self.batcher.prepare(self._run_blank_images)
         if isinstance(self.engine, AutoPrecisionEngine):
             self.engine.restart()

@@ -64,8 +64,9 @@ class Predict:
         config = model.bundle.model.config
         if not config.classes:
             raise InputError("this model has no head; use /v1/embed")
-        if config.pool == "none":
-            raise InputError("this model outputs logits per token, not per image; use /v1/explain")
+        if not config.has_pool:
+            each = "token" if config.pool == "none" else "patch"
+            raise InputError(f"this model outputs logits per {each}, not per image; use /v1/explain")
 
     def run(self, model: Backend, images: Sequence[Pixels]) -> list[Result]:
         """Return the prediction for each image."""

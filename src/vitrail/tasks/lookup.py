@@ -27,7 +27,7 @@ def task_of_kind(kind: Kind) -> Task:
 
 
 def task_of(bundle: Bundle) -> Task:
-    """Return the task of a bundle; raise if its model has no head, or one per token."""
+    """Return the task of a bundle; raise if its model has no head, or one per token or patch."""
     task = task_of_head(bundle)
     if task is None:
         raise CheckpointError("the model has no head, so it makes no predictions; train one first")
@@ -49,6 +49,9 @@ def task_of_head(bundle: Bundle) -> Task | None:
 
 
 def compare_for(bundle: Bundle) -> Compare:
-    """Return how to compare the outputs of a bundle's model with exact ones: as its task does."""
+    """Return how to compare the outputs of a bundle's model with exact ones: as its task does.
+
+    Logits per patch are compared as plain outputs: no task has them yet.
+    """
     task = task_of_head(bundle)
-    return compare_outputs if task is None else task.agreement
+    return compare_outputs if task is None or bundle.model.config.pool == "patches" else task.agreement

@@ -69,7 +69,6 @@ def test_lists() -> None:
     assert read(["cat"], ["cat", "dog"], []) == Reading(
         "labels", "cells", None, "label holds several labels per image, such as ['cat', 'dog']"
     )
-    assert read([0, 1], [1, 0])[:2] == ("labels", "cells")  # as well the labels 0 and 1
     assert read([0, 1], [1, 1])[:2] == ("labels", "vectors")
     assert read([0.5, 1], [2, 3])[:2] == ("values", "vectors")
     assert read([3, 1], [2])[:2] == ("labels", "cells")
@@ -108,3 +107,9 @@ def test_columns() -> None:
     assert several((0, 1), labelling=Labelling("values"))[:2] == ("values", "columns")
     assert several((0, 1), labelling=Labelling("classes")) is None
     assert candidates(["id", "Unnamed: 0", "", "cat", "dog", "cat"]) == ("cat", "dog")
+
+
+def test_a_column_named_labels_may_hold_several() -> None:
+    cells: dict[Cell, int] = {"cat;dog": 5, "dog;outdoor": 5}
+    assert decide(cells, AUTOMATIC, "label") == Reading(), "dog is shared, but cat and outdoor are not"
+    assert decide(cells, AUTOMATIC, "Labels")[:3] == ("labels", "cells", ";")

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from vitrail.data.sources.opening import open_data, open_source
-from vitrail.data.sources.parquet import FILES_HELD, ParquetImages, Tables
+from vitrail.data.sources.parquet import ParquetImages
+from vitrail.data.sources.parquet_files import FILES_HELD, Tables
 from vitrail.data.sources.source import Source, digits
 from vitrail.errors import ConfigError, DataError
 

@@ -113,7 +113,7 @@ def test_grids_are_resampled() -> None:
 @pytest.mark.parametrize("kind", tiny_models.KINDS)
 def test_every_kind_of_teacher(kind: str) -> None:
     bundle = tiny_models.bundle(kind)
-    teacher, settings = Teacher(bundle, kind), DistillSettings(pooled_weight=0 if kind == "every_token" else 1)
+    teacher, settings = Teacher(bundle, kind), DistillSettings(pooled_weight=int(bundle.model.config.has_pool))
     check_distill(STUDENT, settings, teacher)
     student = FeatureStudent(ViT(STUDENT), settings, bundle.model.config)
     target = FeatureTeacher(teacher, STUDENT.grid, CPU, "float32")(batch())

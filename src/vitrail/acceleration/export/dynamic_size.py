@@ -25,8 +25,9 @@ def check_dynamic_size(config: ViTConfig) -> None:
         raise ConfigError(
             "--dynamic-size supports models with learned positions that are added at the stem; export one file per size"
         )
-    if config.pool == "none":
-        raise ConfigError("--dynamic-size needs a model with one output per image, and this one has one per token")
+    if not config.has_pool:
+        each = "token" if config.pool == "none" else "patch"
+        raise ConfigError(f"--dynamic-size needs a model with one output per image, and this one has one per {each}")
     if config.stem in ("linear", "linear_norm"):
         raise ConfigError("--dynamic-size does not support a linear stem; convert the model to stem conv first")
 

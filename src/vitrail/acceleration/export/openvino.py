@@ -4,6 +4,7 @@ OpenVINO can also read torch graphs directly, but then gives wrong results for r
 takes longer than via ONNX.
 """
 
+import functools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -26,22 +27,36 @@ HINTS: dict[Precision, tuple[str, str]] = {
 """OpenVINO's name of each precision as a hint, and in the list of CPU capabilities."""
 
 
+def core() -> Any:
+    """Return OpenVINO's runtime, which is never closed.
+
+    Its CPU plugin gives the thread that first uses it another stack for signal handlers, and frees that stack when the
+    runtime is closed. If another thread closes it, for example when a served model is replaced, the next signal crashes
+    the process, even the SIGCHLD of a data loading worker (seen in release 2026.4).
+    """
+    return _opened(require("openvino", "openvino"))
+
+
+@functools.cache
+def _opened(openvino: Any) -> Any:
+    return openvino.Core()
+
+
 def check_precision(precision: Precision) -> None:
     """Raise if this CPU has no instructions for a precision; OpenVINO itself would silently use another."""
-    openvino: Any = require("openvino", "openvino")
-    if HINTS[precision][1] not in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+    if HINTS[precision][1] not in core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         raise ConfigError(f"OpenVINO does not support {precision} on this CPU; use float32")
 
 
 def openvino_model(program: Any) -> Any:
     """Convert an ONNX model to OpenVINO: an exported one, or a quantised one."""
-    openvino: Any = require("openvino", "openvino")
+    runtime = core()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         path = Path(folder) / "model.onnx"
         (write_onnx if isinstance(program, torch.onnx.ONNXProgram) else write_quantised)(program, path)
         try:
             with quiet():
-                return openvino.Core().read_model(path)
+                return runtime.read_model(path)
         except RuntimeError as error:
             raise CheckpointError(f"OpenVINO cannot express this model ({first_line(error)})") from None
 
@@ -61,8 +76,6 @@ class Compiled:
 
     def __init__(self, model: Any, precision: Precision = "float32", threads: int | None = None) -> None:
         check_precision(precision)
-        openvino: Any = require("openvino", "openvino")
-        core = openvino.Core()
         settings = {
             "INFERENCE_PRECISION_HINT": HINTS[precision][0],  # otherwise OpenVINO uses 16 bits wherever it can
             "INFERENCE_NUM_THREADS": threads or torch.get_num_threads(),
@@ -70,8 +83,8 @@ class Compiled:
         }
         try:
             with quiet():
-                read = core.read_model(model) if isinstance(model, Path) else model
-                self.compiled = core.compile_model(read, "CPU", settings)
+                read = core().read_model(model) if isinstance(model, Path) else model
+                self.compiled = core().compile_model(read, "CPU", settings)
         except RuntimeError as error:
             raise CheckpointError(f"OpenVINO cannot open the model ({first_line(error)})") from None
 

@@ -2,13 +2,14 @@
 
 import threading
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from vitrail.acceleration.cpu.threads import CpuThreads
 from vitrail.acceleration.export.graph import quiet, require
+from vitrail.acceleration.export.openvino import core
 from vitrail.acceleration.int8.check import Int8Check
 from vitrail.acceleration.planner import ExecutionPlan
 from vitrail.errors import CheckpointError
@@ -45,7 +46,7 @@ class _Session:
     """A graph compiled for this CPU; threads may call it at the same time."""
 
     def __init__(self, path: Path, threads: int, *, streams: int) -> None:
-        openvino: Any = require("openvino", "int8")
+        require("openvino", "int8")
         settings = {
             "INFERENCE_PRECISION_HINT": "f32",  # what is not int8 stays in float32
             "INFERENCE_NUM_THREADS": threads,
@@ -53,8 +54,7 @@ class _Session:
         }
         try:
             with quiet():
-                core = openvino.Core()
-                self.compiled = core.compile_model(core.read_model(path), "CPU", settings)
+                self.compiled = core().compile_model(core().read_model(path), "CPU", settings)
         except RuntimeError as error:
             raise CheckpointError(f"OpenVINO cannot open the quantised model ({first_line(error)})") from None
         self._local = threading.local()

@@ -26,6 +26,7 @@ from vitrail.data.checking.findings import (
     fault_finding,
     find_duplicates,
     flat_finding,
+    label_findings,
     mode_finding,
     size_findings,
     them,
@@ -33,6 +34,7 @@ from vitrail.data.checking.findings import (
 )
 from vitrail.data.checking.rows import COMPARED, FINE, UNREAD
 from vitrail.data.checking.survey import Survey, SurveyProgress, survey, survey_headers
+from vitrail.data.checking.target_facts import TargetFacts, count_labels, target_facts
 from vitrail.data.image_files import ENDINGS, HEAD, sniff_file
 from vitrail.data.sources.contents import Contents
 from vitrail.data.sources.folders import Folder
@@ -43,6 +45,7 @@ from vitrail.data.sources.opening import open_data, title_of
 from vitrail.data.sources.shards import Shards
 from vitrail.data.sources.source import SkippedFile, Source
 from vitrail.data.sources.splits import Splits
+from vitrail.data.sources.targets import AUTOMATIC, Labelling, targets_of
 from vitrail.errors import DataError
 
 SIDES = (0, 32, 64, 128, 224, 384, 512, 768, 1024, 2048, 4096)
@@ -85,6 +88,8 @@ class Report:
     modes: dict[str, int]
     short_sides: tuple[Bin, ...]
     bytes: int
+    targets: TargetFacts | None = None
+    """Facts about labels or numbers; `classes` and `counts` are then those of the labels, or of ranges of numbers."""
     contents: Contents | None = field(default=None, repr=False, compare=False)
     """Digests of the compared images."""
 
@@ -102,13 +107,17 @@ class Report:
         classes = (
             f" in {len(self.classes):,} classes" if len(self.classes) > 1 else ""
         )  # images without labels have one
+        if self.targets is not None:
+            classes = f" {self.targets.brief}"
         return f"{count_images(self.images)}{classes}{how}; {problems or 'no problems found'}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON-compatible values."""
+        rest = ("contents", "targets")
         return {
             "summary": self.summary,
-            **{name: value for name, value in asdict(replace(self, contents=None)).items() if name != "contents"},
+            **{name: value for name, value in asdict(replace(self, contents=None)).items() if name not in rest},
+            **({} if self.targets is None else {"targets": self.targets.as_dict()}),
             "unreadable": [{**bad.image._asdict(), "reason": bad.reason} for bad in self.unreadable],
             "duplicates": "not checked among all"
             if self.duplicates is None
@@ -120,11 +129,13 @@ class Report:
         }
 
 
-def open_to_check(place: str | InMemory, *, on_progress: Progress | None = None) -> tuple[Splits, Faults]:
+def open_to_check(
+    place: str | InMemory, *, labelling: Labelling = AUTOMATIC, on_progress: Progress | None = None
+) -> tuple[Splits, Faults]:
     """Open the usable part of a dataset and return it with the faults; if nothing is usable, raise with all faults."""
     faults: Faults = []
     try:
-        return open_data(place, faults=faults, on_progress=on_progress), faults
+        return open_data(place, labelling=labelling, faults=faults, on_progress=on_progress), faults
     except DataError as error:
         report_faults([*faults, str(error)], title_of(place), None, listed=len(faults) + 1)
         raise
@@ -183,13 +194,14 @@ def _report(
         Unreadable(index.which(row), surveyed.faults[row]) for row in sorted(surveyed.faults, key=surveyed.indices.item)
     )
     duplicates = find_duplicates(index, hashed)
+    facts = target_facts(surveyed.sources) if labels else None
     counts = {name: _count_classes(source) for name, source in surveyed.sources.items()}
     modes = _tally(rows["mode"][fine])
     findings = (
         *others,
         *unreadable_finding(unreadable, surveyed),
         *duplicate_findings(duplicates),
-        *(class_findings(counts) if labels else ()),
+        *(_label_findings(counts, facts) if labels else ()),
         *flat_finding(index, fine),
         *size_findings(index, fine, size),
         *mode_finding(index, fine, modes),
@@ -202,7 +214,7 @@ def _report(
         decoded=surveyed.decoded,
         not_checked=_not_checked(surveyed, images),
         faults=faults,
-        classes=index.classes,
+        classes=tuple(counts["train"]),
         counts=counts,
         unreadable=unreadable,
         duplicates=duplicates if duplicates or len(rows) == images else None,
@@ -211,6 +223,7 @@ def _report(
         modes=modes,
         short_sides=_histogram(short),
         bytes=int(rows["bytes"].sum()),
+        targets=facts,
         contents=_contents(index),
     )
 
@@ -236,7 +249,17 @@ def _not_checked(surveyed: Survey, images: int) -> tuple[str, ...]:
     )
 
 
+def _label_findings(counts: dict[str, dict[str, int]], facts: TargetFacts | None) -> list[Finding]:
+    if facts is None:
+        return class_findings(counts)
+    return label_findings(counts) if facts.kind == "labels" else []
+
+
 def _count_classes(source: Source) -> dict[str, int]:
+    """Count the images of each class or label, or of each range of numbers."""
+    targets = targets_of(source)
+    if targets is not None and targets.kind == "labels":
+        return count_labels(targets)
     labels = source.labels[source.labels >= 0]
     return dict(zip(source.classes, np.bincount(labels, minlength=len(source.classes)).tolist(), strict=True))
 

@@ -13,8 +13,10 @@ from vitrail.data.augmentation.draws import draws
 from vitrail.data.checking.survey import stored_format
 from vitrail.data.decode import open_image
 from vitrail.data.sources.source import Pixels, Source, reason_of
+from vitrail.data.sources.targets import targets_of
 from vitrail.errors import DataError
 from vitrail.io import atomic_write
+from vitrail.text import plural
 
 MOST_CLASSES = 24
 IMAGES = 7
@@ -38,23 +40,24 @@ class SheetRow(NamedTuple):
 
 def contact_sheet(source: Source, *, title: str, seed: int = 0) -> Image.Image:
     """Draw a sheet with random images, by `seed`, of each of the first classes of a source."""
-    rows = [_row(source, label, seed) for label in range(min(len(source.classes), MOST_CLASSES))]
+    names, one, more_than_one = _names(source)
+    rows = [_row(source, names, label, seed) for label in range(min(len(names), MOST_CLASSES))]
     columns = 1 if len(rows) <= ONE_COLUMN else 2
     block_width, block_height = IMAGES * (TILE + GAP) - GAP, LINE + TILE + 3 * GAP
     lines = -(-len(rows) // columns)
     top = MARGIN + 2 * LINE
-    more = len(source.classes) - len(rows)
+    more = len(names) - len(rows)
     width = 2 * MARGIN + columns * block_width + (columns - 1) * MARGIN
     sheet = Image.new("RGB", (width, top + lines * block_height + (LINE if more else 0) + MARGIN // 2), PAPER)
     pen = ImageDraw.Draw(sheet)
-    about = f"{len(source):,} images in {len(source.classes):,} classes"
+    about = f"{len(source):,} images in {len(names):,} {more_than_one}"
     _write(pen, (MARGIN, MARGIN), drawable(title), about, size=26, width=width - 2 * MARGIN)
     for number, row in enumerate(rows):
         column, line = divmod(number, lines)  # fill the first column, then the second
         place = (MARGIN + column * (block_width + MARGIN), top + line * block_height)
         _draw_row(sheet, pen, place, row, block_width)
     if more:
-        text = f"and {more:,} more class{'es' * (more > 1)}"
+        text = f"and {plural(more, f'more {one}', f'more {more_than_one}')}"
         pen.text((MARGIN, top + lines * block_height), text, fill=PALE, font=ImageFont.load_default(size=20))
     return sheet
 
@@ -69,8 +72,18 @@ def save_sheet(sheet: Image.Image, path: str | os.PathLike[str]) -> None:
         raise DataError(f"the sheet {path} cannot be written: {reason_of(fault)}") from None
 
 
-def _row(source: Source, label: int, seed: int) -> SheetRow:
-    members = np.flatnonzero(source.labels == label)
+def _names(source: Source) -> tuple[tuple[str, ...], str, str]:
+    """Return what the rows of a sheet show: classes, labels or ranges; and what one and several are called."""
+    targets = targets_of(source)
+    if targets is not None and targets.kind == "labels":
+        return targets.names, "label", "labels"
+    return (source.classes, "class", "classes") if targets is None else (source.classes, "range", "ranges")
+
+
+def _row(source: Source, names: tuple[str, ...], label: int, seed: int) -> SheetRow:
+    targets = targets_of(source)
+    has = targets.values[:, label] > 0 if targets is not None and targets.kind == "labels" else source.labels == label
+    members = np.flatnonzero(has)
     order = draws(seed, label, "sheet").permutation(len(members))[: IMAGES * TRIES]
     images: list[Pixels] = []
     for index in members[order].tolist():
@@ -78,7 +91,7 @@ def _row(source: Source, label: int, seed: int) -> SheetRow:
             images.append(_thumbnail(source.read(index)))
         if len(images) == IMAGES:
             break
-    return SheetRow(drawable(source.classes[label]) or f"class {label}", len(members), images)
+    return SheetRow(drawable(names[label]) or f"class {label}", len(members), images)
 
 
 def drawable(name: str) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitrail.data.checking.survey import Survey
+from vitrail.data.sources.targets import targets_of
 
 RowIndices = NDArray[np.int64]
 """Row indices of a survey."""
@@ -33,7 +34,7 @@ class ImageRef(NamedTuple):
     name: str
     split: str
     label: str | None
-    """Its class name."""
+    """Its class name, or its labels or numbers."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.split}, {self.label})"
@@ -81,12 +82,24 @@ class SurveyIndex:
         labels = np.concatenate([np.asarray(source.labels) for source in self.sources])
         self.label = labels[survey.indices]
         self.classes = self.sources[0].classes
+        self.targets = [targets_of(source) for source in self.sources]
 
     def which(self, row: int) -> ImageRef:
         """Return the image of a row."""
         split, label = int(self.split[row]), int(self.label[row])
-        name = self.sources[split].name(int(self.survey.indices[row] - self.starts[split]))
-        return ImageRef(name, self.names[split], self.classes[label] if label >= 0 else None)
+        index, targets = int(self.survey.indices[row] - self.starts[split]), self.targets[split]
+        text = None if label < 0 else self.classes[label] if targets is None else targets.text(index)
+        return ImageRef(self.sources[split].name(index), self.names[split], text)
+
+    def labelled_alike(self, rows: RowIndices) -> bool:
+        """Whether images have the same label, or the same targets."""
+        alike = set(self.label[rows].tolist())
+        return len(alike) < 2 if not any(self.targets) else len({self._target(row) for row in rows.tolist()}) < 2
+
+    def _target(self, row: int) -> bytes:
+        split = int(self.split[row])
+        targets, index = self.targets[split], int(self.survey.indices[row] - self.starts[split])
+        return b"" if targets is None or self.label[row] < 0 else targets.values[index].tobytes()
 
 
 def find_duplicates(index: SurveyIndex, hashed: RowIndices) -> tuple[DuplicateGroup, ...]:
@@ -100,7 +113,7 @@ def find_duplicates(index: SurveyIndex, hashed: RowIndices) -> tuple[DuplicateGr
         rows = hashed[order[start : end + 1]]
         rows = rows[np.argsort(index.survey.indices[rows])]
         kind: CopiesKind = "within"
-        if len(set(index.label[rows].tolist())) > 1:
+        if not index.labelled_alike(rows):
             kind = "conflicting"
         elif len(set(index.split[rows].tolist())) > 1:
             kind = "across"
@@ -177,6 +190,18 @@ def class_findings(counts: dict[str, dict[str, int]]) -> list[Finding]:
         )
         findings.append(Finding("unbalanced", 1, f"classes unbalanced {ratio:,.0f}:1", text, advice))
     return findings
+
+
+def label_findings(counts: dict[str, dict[str, int]]) -> list[Finding]:
+    """Report labels that no image of a split has. `counts` is by split and label."""
+    missing = tuple(f"{label}: none in {split}" for split in counts for label, n in counts[split].items() if not n)
+    if not missing:
+        return []
+    labels = len({line.rsplit(":", 1)[0] for line in missing})
+    what = f"{labels:,} label{'s are' if labels > 1 else ' is'} missing from a split"
+    advice = "add images; a label missing from a split is not trained, or not evaluated"
+    serious = not all(counts["train"].values())
+    return [Finding("missing", len(missing), what, what, advice, missing, serious=serious)]
 
 
 def flat_finding(index: SurveyIndex, fine: RowIndices) -> list[Finding]:

@@ -12,6 +12,7 @@ from vitrail.data.sources.given import Data, given_data
 from vitrail.data.sources.in_memory import InMemory
 from vitrail.data.sources.labels import report_faults
 from vitrail.data.sources.opening import title_of
+from vitrail.data.sources.targets import AUTOMATIC, Labelling
 from vitrail.errors import ConfigError
 from vitrail.runtime import OnProgress, available_cores, on_stage
 
@@ -61,19 +62,21 @@ def check(
     images_per_second: float | None = None,
     sheet: str | Path | None = None,
     workers: int | None = None,
+    labelling: Labelling = AUTOMATIC,
     on_progress: OnProgress | None = None,
 ) -> DataCheck:
     """Find unreadable files, duplicates, class imbalance and outliers in a dataset, and measure how fast it loads.
 
     Every image is decoded, by `workers` processes (by default one per core). `size` is the image size of your model.
     With `images_per_second`, the training speed of your device, `bounds` says how many workers it needs. `sheet` is a
-    PNG file to write: a few images of each class. Raises `DataError` if no image can be read.
+    PNG file to write: a few images of each class. `labelling` tells what the images are labelled with, and in which
+    columns; by default, whatever the labels look like. Raises `DataError` if no image can be read.
     """
     if not isinstance(size, int) or size < 1:
         raise ConfigError(f"size is {size!r}; it should be the image size in pixels, such as 224")
     target = None if sheet is None else _check_sheet(Path(sheet))
-    opened = given_data(data, on_stage(on_progress, "listing"))
-    splits, faults = open_to_check(opened, on_progress=on_stage(on_progress, "listing"))
+    opened = given_data(data, on_stage(on_progress, "listing"), labelling=labelling)
+    splits, faults = open_to_check(opened, labelling=labelling, on_progress=on_stage(on_progress, "listing"))
     # Before the check, which reads every file into the page cache.
     speed = measure_speed(splits.train, size=(size, size), on_progress=on_stage(on_progress, "measuring"))
     workers = default_workers() if workers is None else workers

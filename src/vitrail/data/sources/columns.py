@@ -4,6 +4,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -121,7 +122,7 @@ def no_label_column(place: str, columns: Columns) -> DataError:
     """Return the error for a manifest without labels."""
     return DataError(
         f"{printable_path(place)} has no label column; rename one of its columns ({_listed(columns.header)}) to "
-        f"{' or '.join(LABEL_COLUMNS[:4])}"
+        f"{' or '.join(LABEL_COLUMNS[:4])}, or name it with --set data.labels=COLUMN"
     )
 
 
@@ -159,6 +160,8 @@ def request_labels(
         columns = columns._replace(name=None)
     if len(columns.labels) == 1:
         reading = Reading() if names or labelling.kind == "classes" else None
+        if labelling.kind == "values":
+            reading = decide(count_cells(islice(read(columns.labels), 1)), labelling, "")
         return LabelRequest(columns, labelling, reading, named, unlabelled)
     some = columns.labels or (() if labelling.columns else candidates(columns.others))
     reading = decide_columns((row.labels for row in read(some)), some, labelling, strict=unlabelled) if some else None
@@ -178,7 +181,7 @@ class LabelCollector:
         self, place: str, request: LabelRequest, read: ReadRows, *, unit: str, names: Sequence[str] | None = None,
         unknown: str | None = None,
     ) -> None:  # fmt: skip
-        self.place, self.columns, self.unit = place, request.columns, unit
+        self.place, self.columns, self.unit = printable_path(place), request.columns, unit
         self.request, self.reading = request, request.reading
         self.names, self.unknown = names, unknown
         self._rows = read
@@ -234,7 +237,7 @@ class LabelCollector:
         return self.reading is not None and self.reading.kind == "classes"
 
     def _where(self, row: ManifestRow) -> str:
-        return f"{printable_path(self.place)}, {self.unit} {row.number}"
+        return f"{self.place}, {self.unit} {row.number}"
 
     def keep(self, codes: Sequence[int], split: int | None) -> None:
         """Store what `read` returned for an image."""
@@ -244,36 +247,38 @@ class LabelCollector:
         if split is not None:
             self._splits.append(split)
 
-    def evidence(self) -> dict[Cell, int]:
-        """Return how many images have each cell of the one column of labels."""
+    def _decided(self) -> Reading:
+        """Return how to read the one column of labels, by how many images have each cell."""
         codes, cells = np.array(self._codes[0], np.int64), self._cells[0]
         counts = np.bincount(codes[codes >= 0], minlength=len(cells)).tolist()
-        return {cell: count for cell, count in zip(cells, counts, strict=True) if count}
+        reading = self.request.decide({cell: count for cell, count in zip(cells, counts, strict=True) if count})
+        for cell in cells if reading.kind != "classes" else ():
+            check_cell(cell, reading, self.place, self.columns.labels[0].strip())
+        return reading
 
-    def finish(self, reading: Reading | None = None) -> tuple[Labelled, NDArray[np.int8] | None]:
+    def finish(self) -> tuple[Labelled, NDArray[np.int8] | None]:
         """Return what the images are labelled with, and the split of every row."""
-        place = printable_path(self.place)
         if not self._images:
-            raise DataError(f"{place} lists no images; add one {self.unit} per image")
+            raise DataError(f"{self.place} lists no images; add one {self.unit} per image")
         splits = np.array(self._splits, np.int8) if self.columns.split is not None else None
         if not self._codes:
             return Labelled((), np.full(self._images, -1, np.int64)), splits
-        reading = self.reading or reading or self.request.decide(self.evidence())
+        reading = self.reading or self._decided()
         codes = [np.array(stored, np.int64) for stored in self._codes]
         if reading.kind == "classes":
-            return self._classes(codes[0], place), splits
+            return self._classes(codes[0]), splits
         columns = [
             CellColumn(name.strip(), list(cells), some)
             for name, cells, some in zip(self.columns.labels, self._cells, codes, strict=True)
         ]
-        return targets_in(columns, reading, self.names, place=place), splits
+        return targets_in(columns, reading, self.names, place=self.place), splits
 
-    def _classes(self, codes: NDArray[np.int64], place: str) -> Labelled:
+    def _classes(self, codes: NDArray[np.int64]) -> Labelled:
         texts = [cell for cell in self._cells[0] if isinstance(cell, str)]
-        classes, lookup = order_classes(texts, self.names, place=place)
+        classes, lookup = order_classes(texts, self.names, place=self.place)
         if self.names is None and self._names:
             classes = tuple(self._names[text] for text in classes)
-            order_classes((), classes, place=place)  # raises for duplicate names
+            order_classes((), classes, place=self.place)  # raises for duplicate names
         return Labelled(classes, lookup[codes])
 
 

@@ -17,7 +17,7 @@ from vitrail.data.sources.index_files import Progress
 from vitrail.data.sources.items import Items, array_data, column_data, is_pair, list_data
 from vitrail.data.sources.source import SUPPORTED_DATA, Source, place_of
 from vitrail.data.sources.splits import SPLITS
-from vitrail.data.sources.targets import AUTOMATIC, Labelling, resolved
+from vitrail.data.sources.targets import AUTOMATIC, Labelling, check_no_columns, resolved
 from vitrail.data.sources.torch_datasets import dataset_data
 from vitrail.errors import DataError, InputError
 
@@ -84,6 +84,7 @@ def _convert(data: Any, labelling: Labelling, on_progress: Progress | None) -> I
         return huggingface_data(data, labelling)
     if is_frame(data):
         return frame_data(data, labelling)
+    check_no_columns(labelling, "the data")
     if isinstance(data, np.ndarray | Tensor):
         return array_data(data, None)
     if _is_two_columns(data):

@@ -17,7 +17,7 @@ from vitrail.data.sources.kinds import decide, decide_columns, required
 from vitrail.data.sources.labelled import CellColumn, Labelled, targets_in, with_strata
 from vitrail.data.sources.labels import label_text, order_classes
 from vitrail.data.sources.source import Pixels, Source, Wrapped
-from vitrail.data.sources.targets import Labelling
+from vitrail.data.sources.targets import Labelling, targets_of
 from vitrail.errors import DataError, InputError
 
 TITLES = {
@@ -59,7 +59,9 @@ class InMemory:
             if len(unknown) == len(source):
                 raise DataError(f"{self.title} without labels cannot be used here; {_LABELLED[self.kind]}")
             if len(unknown):
-                raise DataError(f"{source.name(int(unknown[0]))} has no label; add one, or remove the image")
+                targets = targets_of(source)
+                none = " (an empty list if it has none)" if targets is not None and targets.kind == "labels" else ""
+                raise DataError(f"{source.name(int(unknown[0]))} has no label; add one{none}, or remove the image")
 
 
 _LABELLED = {
@@ -160,6 +162,8 @@ def _plain(value: Any) -> object:
         value = value.item()
     if isinstance(value, np.ndarray | Tensor):
         value = value.tolist()
+    if type(value).__name__ == "Series":  # a list in a DataFrame of polars
+        value = list(value)
     return None if isinstance(value, float) and math.isnan(value) else value
 
 

@@ -11,6 +11,8 @@ JOINTS = "|;,"
 """Separators between the labels of an image."""
 MANY_NUMBERS, FEW_EACH = 20, 2.0
 """At least this many distinct integers, with fewer images each, are numbers and not classes."""
+NAMED_FOR_SEVERAL = ("labels", "tags")
+"""Columns whose name says that an image may have several labels."""
 NO_LABELS = ("", "unnamed: 0", "id", "image_id", "index")
 """Columns that hold no labels even if they hold numbers, in lower case: "" and "Unnamed: 0" are an index of pandas."""
 
@@ -60,7 +62,8 @@ def _of_texts(texts: Mapping[str, int], subject: str, *, numeric: bool, many: bo
         return Reading("values", reason=f"{subject} {reason}") if reason else Reading()
     for joint in JOINTS if separator is None else (separator,):
         joined = {text: _pieces(text, joint) for text in texts if joint in text}
-        example = _several(joined, texts, certain=joint == "|" or separator is not None)
+        is_certain = joint == "|" or separator is not None or (joint == ";" and subject.lower() in NAMED_FOR_SEVERAL)
+        example = _several(joined, texts, certain=is_certain)
         if example is not None:
             return Reading("labels", "cells", joint, _why_several(subject, example))
     return Reading()
@@ -72,7 +75,7 @@ def _of_lists(lists: Mapping[tuple[str, ...], int], subject: str, *, alone: bool
     labels = Reading("labels", "cells", None, _why_several(subject, example))
     if not alone or named:
         return labels
-    if _are_bits(lists) and any(len(set(cell)) < len(cell) for cell in lists):
+    if _are_bits(lists):
         check_not_one_hot(all(sum(BITS[text.lower()] for text in cell) == 1 for cell in lists), subject)
         return Reading("labels", "vectors", None, f"{subject} holds lists of 0 and 1")
     numbers = {text: number_in(text) for cell in lists for text in cell}

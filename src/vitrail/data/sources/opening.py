@@ -2,11 +2,11 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
+from vitrail.data.sources.alignment import Renumbered, not_trainable, renumber, strange_classes
 from vitrail.data.sources.detection import are_tables, group_shards, kind_of, look_into, split_folders
 from vitrail.data.sources.folders import open_folder
 from vitrail.data.sources.given import Data, given_data, saved_data
@@ -15,9 +15,10 @@ from vitrail.data.sources.in_memory import InMemory
 from vitrail.data.sources.index_files import Progress
 from vitrail.data.sources.labels import Faults, report_faults
 from vitrail.data.sources.manifests import open_manifest
-from vitrail.data.sources.parquet import Table, Tables, open_parquet, open_tables
+from vitrail.data.sources.parquet import Table, open_parquet
+from vitrail.data.sources.parquet_files import Tables, open_tables
 from vitrail.data.sources.shards import open_shards
-from vitrail.data.sources.source import Keyed, Labels, Pixels, Source, base_of, digits
+from vitrail.data.sources.source import Source, digits
 from vitrail.data.sources.splits import (
     Splits,
     check_counts,
@@ -31,45 +32,23 @@ from vitrail.data.sources.splits import (
     take_subset,
     too_few_images,
 )
-from vitrail.data.sources.strata import strata_of
 from vitrail.data.sources.tar import expand_pattern
-from vitrail.data.sources.targets import AUTOMATIC, Labelling, Targets, resolved, targets_of
+from vitrail.data.sources.targets import (
+    AUTOMATIC,
+    IGNORED,
+    Labelling,
+    check_labelling,
+    check_no_columns,
+    labelling_record,
+    recorded_labelling,
+    resolved,
+    targets_of,
+)
 from vitrail.errors import ConfigError, DataError
 from vitrail.text import plural, printable_path
 
 S = TypeVar("S", bound=Source)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, eq=False)
-class Renumbered:
-    """A source whose class indices are those of another source, so that one model fits both."""
-
-    base: Source
-    classes: tuple[str, ...]
-    labels: Labels
-    targets: Targets | None = None
-    """With the columns of the other source; None if they are those of the base, if it has some."""
-
-    def __len__(self) -> int:
-        """Return the number of images."""
-        return len(self.base)
-
-    def key(self, index: int) -> str:
-        """Return the key of an image."""
-        return self.base.key(index) if isinstance(self.base, Keyed) else self.base.name(index)
-
-    def name(self, index: int) -> str:
-        """Return a readable name of an image."""
-        return self.base.name(index)
-
-    def read(self, index: int) -> bytes | Pixels:
-        """Return an image as it is stored."""
-        return self.base.read(index)
-
-    def stamp(self, index: int) -> tuple[int, int]:
-        """Return two numbers that change when the stored image does."""
-        return self.base.stamp(index)
 
 
 def open_data(
@@ -98,6 +77,7 @@ def open_data(
     and data that cannot be split is used for training only.
     """
     check_subset(fraction, per_class)
+    labelling = recorded_labelling(record) or labelling
     opened = given_data(data, on_progress, labelling=labelling)
     title = title_of(opened)
     if isinstance(opened, InMemory):
@@ -105,8 +85,10 @@ def open_data(
     else:
         named = _open_splits(opened, labelling, faults, on_progress)
     train = named["train"]
+    check_labelling(labelling, train, title)
     wrong = not_trainable(title, train)
-    for name in named.keys() - {"train"}:
+    others = [name for name in ("val", "test") if name in named]
+    for name in others:
         strange = strange_classes(named[name], train, f"the {name} split of {title}")
         if strange and faults is not None and targets_of(train) is None:
             labelled = np.isin(np.array(named[name].classes)[named[name].labels], np.array(train.classes))
@@ -114,7 +96,7 @@ def open_data(
         wrong += strange
     if faults is None:
         report_faults(wrong, title, None)
-    named |= {name: renumber(named[name], train) for name in named.keys() - {"train"}}
+    named |= {name: renumber(named[name], train) for name in others}
     if per_class is not None and targets_of(train) is not None:
         raise ConfigError(f"per_class is {per_class}, but the images of {title} have no classes; use fraction")
     if record is not None:
@@ -127,6 +109,8 @@ def open_data(
         if wrong or few:
             return Splits(train, named.get("val"), named.get("test"), {})
     whole = split_source(train, seed=seed, val=val, test=test) if alone else _draw_val(named, seed, fractions)
+    kept = labelling_record(labelling, train)
+    whole = whole._replace(record={**whole.record, **kept})
     return take_subset(whole, seed=seed, fraction=fraction, per_class=per_class)
 
 
@@ -152,35 +136,6 @@ def _labelled_splits(data: InMemory) -> dict[str, Source]:
     return dict(data.splits)
 
 
-def not_trainable(title: str, train: Source) -> list[str]:
-    """Report why nothing can be learnt from the labels of a training split."""
-    targets = targets_of(train)
-    if targets is not None:
-        return _no_targets(title, targets)
-    present = np.unique(train.labels)
-    if len(present) > 1:
-        return []
-    actual = f"only one class, {train.classes[present[0]]!r}" if len(present) else "no images to train on"
-    return [f"{title} has {actual}; training needs at least two classes"]
-
-
-def _no_targets(title: str, targets: Targets) -> list[str]:
-    if len(targets) < 2:
-        return [f"{title} has {plural(len(targets), 'image')} to train on; training needs at least two"]
-    if targets.kind == "labels":
-        present = targets.present
-        if not present:
-            return [f"no image of {title} has any label; add labels to train on"]
-        missing = (name for name in targets.names if name not in present)
-        return [f"no training image has the label {name!r}; remove the column or add images" for name in missing]
-    same = np.flatnonzero((targets.values == targets.values[:1]).all(axis=0)).tolist()
-    return [
-        f"every image has the value {targets.values[0, place]:g} in the column {targets.names[place]}; there is "
-        "nothing to learn"
-        for place in same
-    ]
-
-
 def open_unlabelled(data: Data, *, seed: int = 0, val: float = 0.05, labelling: Labelling = AUTOMATIC) -> Splits:
     """Open images to pretrain on: a training split, and a validation split drawn from it; no labels are needed.
 
@@ -196,7 +151,7 @@ def open_unlabelled(data: Data, *, seed: int = 0, val: float = 0.05, labelling: 
         source = open_source(opened, labelling=labelling)
     nothing = np.zeros_like(source.labels)
     if (source.labels < 0).any() or targets_of(source) is not None:
-        source = Renumbered(source, ("image",), nothing)
+        source = Renumbered(source, ("image",), nothing, IGNORED)
     if len(source) < 2:
         raise DataError(f"{title_of(opened)} has {plural(len(source), 'image')}; pretraining needs at least two")
     # Not by class: a rare one need not be in both splits.
@@ -225,6 +180,7 @@ def open_source(data: Data, *, labelling: Labelling = AUTOMATIC, on_progress: Pr
         return _only_split(place)
     kind = kind_of(place)
     if kind == "digits":
+        check_no_columns(labelling, place)
         return digits()
     if kind == "pattern":
         return _one(place, group_shards(expand_pattern(place)), labelling, on_progress)
@@ -235,6 +191,7 @@ def open_source(data: Data, *, labelling: Labelling = AUTOMATIC, on_progress: Pr
             raise DataError(f"{printable_path(place)} has the splits {splits}; give the folder of one of them")
         if inside.shards:
             return _one(place, group_shards(inside.shards), labelling, on_progress)
+        check_no_columns(labelling, printable_path(place))
         return open_folder(place, unlabelled=True, on_progress=on_progress)
     if kind == "shard":
         return open_shards([place], labelling=labelling, unlabelled=True, on_progress=on_progress)
@@ -267,6 +224,7 @@ def _open_splits(
         return _labelled_splits(saved_data(place, labelling))
     kind = kind_of(place)
     if kind == "digits":
+        check_no_columns(labelling, place)
         return {"train": digits()}
     if kind == "pattern":
         return _open_shards_of_splits(place, expand_pattern(place), labelling, faults, on_progress)
@@ -276,6 +234,7 @@ def _open_splits(
             return _alike(splits, labelling, lambda folder, some: _open_split(folder, some, faults, on_progress))
         if inside.shards:
             return _open_shards_of_splits(place, inside.shards, labelling, faults, on_progress)
+        check_no_columns(labelling, printable_path(place))
         return {"train": open_folder(place, faults=faults, on_progress=on_progress)}
     if kind == "shard":
         return {"train": open_shards([place], labelling=labelling, on_progress=on_progress)}
@@ -315,6 +274,7 @@ def _open_split(place: str, labelling: Labelling, faults: Faults | None, on_prog
         return open_tables(inside.shards, labelling=labelling, faults=faults, on_progress=on_progress)
     if inside.shards:
         return open_shards(inside.shards, labelling=labelling, on_progress=on_progress)
+    check_no_columns(labelling, printable_path(place))
     return open_folder(place, faults=faults, on_progress=on_progress)
 
 
@@ -335,62 +295,6 @@ def _open_shards_of_splits(
     if len(tables) == 1:
         return _splits_in(place, tables["train"])
     return dict(tables)
-
-
-def strange_classes(source: Source, train: Source, place: str) -> list[str]:
-    """Report classes or labels of a split that the training split does not have, and other differences between them.
-
-    `place` names the split in messages.
-    """
-    targets, expected = targets_of(source), targets_of(train)
-    if expected is not None:
-        return strange_targets(targets, expected, place)
-    trained = {train.classes[label] for label in np.unique(train.labels).tolist()}
-    present = [source.classes[label] for label in np.unique(source.labels).tolist()]
-    return [
-        f"{place} has the class {name!r}, which the training split does not have; add it there or remove it"
-        for name in present
-        if name not in trained
-    ]
-
-
-def strange_targets(targets: Targets | None, expected: Targets, place: str) -> list[str]:
-    """Report how the targets of a split differ from those of the training split."""
-    if targets is None or targets.kind != expected.kind:
-        what = {"labels": "several labels per image", "values": "numbers"}[expected.kind]
-        return [f"{place} does not have {what}, as the training split has; write its labels in the same way"]
-    if targets.kind == "labels":
-        return [
-            f"{place} has the label {name!r}, which the training split does not have; add it there or remove it"
-            for name in targets.present
-            if name not in expected.present
-        ]
-    if set(targets.names) != set(expected.names):
-        return [
-            f"{place} has the columns {', '.join(targets.names)}, the training split {', '.join(expected.names)}; use "
-            "the same columns"
-        ]
-    return []
-
-
-def renumber(source: Source, train: Source) -> Source:
-    """Return a source with the class indices of the training split, which has all of its classes; or with its targets.
-
-    Labels that a source lacks are labels that none of its images has.
-    """
-    targets, expected = targets_of(source), targets_of(train)
-    if targets is not None and expected is not None and targets.kind == expected.kind:
-        if base_of(source) is base_of(train):
-            return source
-        aligned = targets.renamed(expected.names)
-        strata = strata_of(expected, train.labels >= 0)
-        labels = np.where(source.labels >= 0, strata.assign(aligned), -1)
-        return Renumbered(source, strata.names, labels, aligned)
-    if source.classes == train.classes:
-        return source
-    numbers = {name: number for number, name in enumerate(train.classes)}
-    lookup = np.array([*(numbers.get(name, -1) for name in source.classes), -1], np.int64)  # no label stays -1
-    return Renumbered(source, train.classes, lookup[source.labels])
 
 
 def _as_recorded(named: Mapping[str, Source], record: Mapping[str, Any]) -> Splits:

@@ -1,13 +1,13 @@
-"""Parquet manifests, one file or several: image paths, or the image bytes, as written by Hugging Face datasets."""
+"""Parquet manifests: image paths, or the image bytes, as written by Hugging Face datasets."""
 
 import importlib
 import itertools
 import json
 import os
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from vitrail.data.remote.filesystems import Status, public_url
 from vitrail.data.remote.stored_files import RemoteFile, StoredFile, open_stored
-from vitrail.data.sources.cells import Cell, Reading
 from vitrail.data.sources.columns import (
     IMAGE_COLUMNS,
     Columns,
@@ -23,25 +22,19 @@ from vitrail.data.sources.columns import (
     LabelRequest,
     ManifestRow,
     choose_columns,
-    count_cells,
     request_labels,
 )
 from vitrail.data.sources.index_files import Progress
-from vitrail.data.sources.labelled import Labelled, with_strata
-from vitrail.data.sources.labels import Faults, order_classes, report_faults
+from vitrail.data.sources.kinds import candidates
+from vitrail.data.sources.labels import Faults, report_faults
 from vitrail.data.sources.manifests import PROGRESS_EVERY, Manifest, manifest_of
-from vitrail.data.sources.source import Labels, names_in_common_folder, reason_of, stamp_file
+from vitrail.data.sources.source import Labels, reason_of, stamp_file
 from vitrail.data.sources.targets import AUTOMATIC, Labelling, Targets
 from vitrail.errors import DataError
 from vitrail.text import printable_path
 
 GROUPS_HELD = 4
 """Number of row groups a process keeps in memory."""
-FILES_HELD = 2
-"""Number of files whose row groups a process keeps in memory."""
-
-
-# ── one file ──
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,18 +157,18 @@ def _open(
     faults: Faults | None,
     on_progress: Progress | None,
 ) -> Manifest | ParquetImages:
-    columns = _columns(place, arrow, file, labelling, unlabelled)
+    columns = columns_of(place, arrow, file, labelling, unlabelled)
     column = _bytes_column(arrow, file, columns.image)
-    names = _class_names(file.schema_arrow, columns.labels[0]) if len(columns.labels) == 1 else None
+    names = stored_class_names(file.schema_arrow, columns.labels[0]) if len(columns.labels) == 1 else None
     if names is not None:
         columns = columns._replace(name=None)
 
     def rows_of(labels: tuple[str, ...]) -> Iterator[ManifestRow]:
-        return _rows(file, Columns("", labels, None, None))
+        return rows_of_file(file, Columns("", labels, None, None))
 
     request = _request(place, arrow, file, columns, labelling, rows_of, unlabelled, named=names is not None)
     if column is None:
-        rows = _rows(file, request.columns)
+        rows = rows_of_file(file, request.columns)
         return manifest_of(
             place, request, rows, rows_of, unit="row", names=names, faults=faults, on_progress=on_progress
         )
@@ -184,7 +177,7 @@ def _open(
     unknown = "-1" if names and unlabelled else None
     collector = LabelCollector(place, request, rows_of, unit="row", names=names, unknown=unknown)
     wrong: list[str] = []
-    for row in _rows(file, request.columns._replace(image="")):
+    for row in rows_of_file(file, request.columns._replace(image="")):
         try:
             collector.keep(*collector.read(row))
         except DataError as fault:
@@ -203,45 +196,40 @@ def _request(
     rows_of: Callable[[tuple[str, ...]], Iterator[ManifestRow]], unlabelled: bool, *, named: bool,
 ) -> LabelRequest:  # fmt: skip
     """Return how to read the labels; columns of an unknown name are read only if all others are numbers."""
-    if not columns.labels and not all(_is_number(arrow, file.schema_arrow.field(name).type) for name in columns.others):
+    if not columns.labels and not number_columns(arrow, file, columns):
         labelling = Labelling(kind="classes")
     return request_labels(place, columns, labelling, rows_of, unlabelled=unlabelled, named=named)
 
 
-def _is_number(arrow: Any, kind: Any) -> bool:
-    types = arrow.types
-    return any(is_kind(kind) for is_kind in (types.is_boolean, types.is_integer, types.is_floating, types.is_decimal))
+def number_columns(arrow: Any, file: Any, columns: Columns) -> tuple[str, ...]:
+    """Return the columns that may hold labels though their names do not say so, if all of these hold numbers."""
+    types, chosen = arrow.types, candidates(columns.others)
+    kinds = [file.schema_arrow.field(name).type for name in chosen]
+    numeric = (types.is_boolean, types.is_integer, types.is_floating, types.is_decimal)
+    return chosen if all(any(is_kind(kind) for is_kind in numeric) for kind in kinds) else ()
 
 
 def read_parquet(place: str) -> Iterator[ManifestRow]:
     """Iterate over a file lazily; `ManifestRow.image` is an image's bytes, its path, or both in a dict."""
-    arrow = import_pyarrow(place)
-    try:
-        with open_stored(place) as raw, arrow.parquet.ParquetFile(raw) as file:
-            columns = Columns(_columns(place, arrow, file).image, (), None, None)
-            at_once = 65_536 if _bytes_column(arrow, file, columns.image) is None else 16
-            yield from _rows(file, columns, at_once)
-    except _read_errors(arrow) as fault:
-        raise DataError(f"{printable_path(place)} cannot be read as Parquet: {_one_line(fault)}") from None
+    with opened_parquet(place) as (arrow, file):
+        columns = Columns(columns_of(place, arrow, file).image, (), None, None)
+        at_once = 65_536 if _bytes_column(arrow, file, columns.image) is None else 16
+        yield from rows_of_file(file, columns, at_once)
 
 
 def images_of(place: str) -> ParquetImages:
     """Open a file for its image bytes by row, without reading labels."""
-    arrow = import_pyarrow(place)
-    try:
-        with open_stored(place) as raw, arrow.parquet.ParquetFile(raw) as file:
-            column = _bytes_column(arrow, file, _columns(place, arrow, file).image)
-            groups = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-    except _read_errors(arrow) as fault:
-        raise DataError(f"{printable_path(place)} cannot be read as Parquet: {_one_line(fault)}") from None
+    with opened_parquet(place) as (arrow, file):
+        column = _bytes_column(arrow, file, columns_of(place, arrow, file).image)
+        groups = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
     if column is None:
         raise DataError(f"{printable_path(place)} has no image bytes any more; rerun with --overwrite")
     ends = np.cumsum(groups, dtype=np.int64)
     return ParquetImages(place, column, ends, (), np.full(sum(groups), -1, np.int64), None)
 
 
-def _columns(place: str, arrow: Any, file: Any, labelling: Labelling = AUTOMATIC, unlabelled: bool = True) -> Columns:
-    # Bytes before paths: if a file has both, the paths are the origin of the bytes.
+def columns_of(place: str, arrow: Any, file: Any, labelling: Labelling = AUTOMATIC, unlabelled: bool = True) -> Columns:
+    """Identify the columns. Bytes go before paths: if a file has both, the paths are the origin of the bytes."""
     names = file.schema_arrow.names
     binary = [name for name in names if _bytes_column(arrow, file, name) is not None]
     preferred = sorted(IMAGE_COLUMNS, key=lambda name: not any(name == column.strip().lower() for column in binary))
@@ -281,7 +269,7 @@ def _check_no_empty(place: str, file: Any, column: str) -> None:
         raise DataError(f"{rows} no image in the column {column!r} of {printable_path(place)}; fill or remove {them}")
 
 
-def _class_names(schema: Any, label: str | None) -> list[str] | None:
+def stored_class_names(schema: Any, label: str | None) -> list[str] | None:
     """Return the class names that Hugging Face datasets stored for integer labels, if any."""
     text = (schema.metadata or {}).get(b"huggingface")
     try:
@@ -294,7 +282,7 @@ def _class_names(schema: Any, label: str | None) -> list[str] | None:
     return [str(name) for name in names] if isinstance(names, list) else None
 
 
-def _rows(file: Any, columns: Columns, at_once: int = 65_536) -> Iterator[ManifestRow]:
+def rows_of_file(file: Any, columns: Columns, at_once: int = 65_536) -> Iterator[ManifestRow]:
     """Iterate over the rows, reading only the given columns."""
     chosen = (columns.image, columns.name, columns.split)
     names = [column for column in (*chosen, *columns.labels) if column]
@@ -320,151 +308,15 @@ def _one_line(fault: Exception) -> str:
     return " ".join(text.split())[:200]
 
 
-# ── several files ──
+@contextmanager
+def opened_parquet(place: str) -> Iterator[tuple[Any, Any]]:
+    """Open a Parquet file; what goes wrong is a `DataError`."""
+    arrow = import_pyarrow(place)
+    try:
+        with open_stored(place) as raw, arrow.parquet.ParquetFile(raw) as file:
+            yield arrow, file
+    except _read_errors(arrow) as fault:
+        raise DataError(f"{printable_path(place)} cannot be read as Parquet: {_one_line(fault)}") from None
+
 
 Table = Manifest | ParquetImages
-
-
-@dataclass(frozen=True, eq=False)
-class Tables:
-    """The images of several Parquet files, concatenated."""
-
-    tables: tuple[Table, ...]
-    classes: tuple[str, ...]
-    labels: Labels
-    split_of: NDArray[np.int8] | None
-    """The split of every image: 0 train, 1 validation, 2 test; None if the files have no split column."""
-    targets: Targets | None = None
-    _recent: OrderedDict[int, None] = field(default_factory=OrderedDict, repr=False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Row groups are not pickled.
-        return {**self.__dict__, "_recent": OrderedDict()}
-
-    @cached_property
-    def _ends(self) -> NDArray[np.int64]:
-        return np.cumsum([len(table) for table in self.tables], dtype=np.int64)
-
-    @cached_property
-    def _file_names(self) -> list[str]:
-        return names_in_common_folder([table.place for table in self.tables])
-
-    def _find(self, index: int) -> tuple[int, int]:
-        """Return the index of an image's file, and its index there."""
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        return number, index - (int(self._ends[number - 1]) if number else 0)
-
-    def __len__(self) -> int:
-        """Return the number of images."""
-        return len(self.labels)
-
-    def key(self, index: int) -> str:
-        """Return the path of the file relative to the files' common folder, and the image's key there."""
-        number, inner = self._find(index)
-        return f"{printable_path(self._file_names[number])}, {self.tables[number].key(inner)}"
-
-    def name(self, index: int) -> str:
-        """Return a readable name of an image."""
-        number, inner = self._find(index)
-        return self.tables[number].name(inner)
-
-    def read(self, index: int) -> bytes:
-        """Return the bytes of an image."""
-        number, inner = self._find(index)
-        self._recent.pop(number, None)
-        self._recent[number] = None
-        if len(self._recent) > FILES_HELD:
-            oldest = self.tables[self._recent.popitem(last=False)[0]]
-            if isinstance(oldest, ParquetImages):
-                oldest.release()
-        return self.tables[number].read(inner)
-
-    def stamp(self, index: int) -> tuple[int, int]:
-        """Return two numbers that change when the stored image does."""
-        number, inner = self._find(index)
-        return self.tables[number].stamp(inner)
-
-
-def open_tables(
-    paths: Sequence[str],
-    *,
-    labelling: Labelling = AUTOMATIC,
-    unlabelled: bool = False,
-    faults: Faults | None = None,
-    on_progress: Progress | None = None,
-) -> Table | Tables:
-    """Open Parquet files as one source. Their classes may differ; all or none must have a split column."""
-    reading = _decide_jointly(paths, labelling, unlabelled) if len(paths) > 1 and labelling.kind is None else None
-    if reading is not None:
-        labelling = labelling._replace(kind=reading.kind, separator=reading.separator)
-    options: dict[str, Any] = {"unlabelled": unlabelled, "faults": faults, "on_progress": on_progress}
-    tables = tuple(open_parquet(path, labelling=labelling, **options) for path in paths)
-    if len(tables) == 1:
-        return tables[0]
-    divided = [table.split_of for table in tables if table.split_of is not None]
-    if divided and len(divided) < len(tables):
-        has, lacks = (
-            next(table.place for table in tables if (table.split_of is None) is without) for without in (False, True)
-        )
-        raise DataError(
-            f"{printable_path(has)} has a split column and {printable_path(lacks)} has none; add it there, or remove it"
-        )
-    classes, labels, targets = _joined_labels(tables, reading)
-    return Tables(tables, classes, labels, np.concatenate(divided) if divided else None, targets)
-
-
-def _decide_jointly(paths: Sequence[str], labelling: Labelling, unlabelled: bool) -> Reading | None:
-    """Return how to read the label columns of several files: one file alone may look different from all of them."""
-    images: Counter[Cell] = Counter()
-    request = None
-    for path in paths:
-        arrow = import_pyarrow(path)
-        try:
-            with open_stored(path) as raw, arrow.parquet.ParquetFile(raw) as file:
-                columns = _columns(path, arrow, file, labelling, unlabelled)
-                if len(columns.labels) != 1 or columns.are_names or _class_names(file.schema_arrow, columns.labels[0]):
-                    return None
-                request = request or LabelRequest(columns, labelling, None, unlabelled=unlabelled)
-                images.update(count_cells(_rows(file, Columns("", columns.labels, None, None))))
-        except _read_errors(arrow) as fault:
-            raise DataError(f"{printable_path(path)} cannot be read as Parquet: {_one_line(fault)}") from None
-    return None if request is None else request.decide(images)
-
-
-def _joined_labels(tables: Sequence[Table], reading: Reading | None) -> Labelled:
-    """Return the labels of all files, with the classes or targets of any."""
-    place = printable_path(tables[0].place)
-    targets = [table.targets for table in tables if table.targets is not None]
-    if targets:
-        return _joined_targets(tables, targets, reading, place)
-    classes = tables[0].classes
-    if any(table.classes != classes for table in tables):
-        names = list(dict.fromkeys(name for table in tables for name in table.classes))
-        classes, _ = order_classes(names, place=place)
-    numbers = {name: number for number, name in enumerate(classes)}
-    labels = [np.array([*(numbers[name] for name in table.classes), -1], np.int64)[table.labels] for table in tables]
-    return Labelled(classes, np.concatenate(labels))
-
-
-def _joined_targets(
-    tables: Sequence[Table], targets: Sequence[Targets], reading: Reading | None, place: str
-) -> Labelled:
-    first, known = targets[0], np.concatenate([table.labels >= 0 for table in tables])
-    odd = next((table for table in tables if table.targets is None or table.targets.kind != first.kind), None)
-    if odd is not None:
-        has = next(table for table in tables if table.targets is first)
-        raise DataError(
-            f"{printable_path(has.place)} has {first.kind} and {printable_path(odd.place)} has none; use the same "
-            "columns in all files"
-        )
-    names = first.names
-    if any(set(some.names) != set(names) for some in targets):
-        if first.kind == "values":
-            listed = " and ".join(", ".join(some.names) for some in targets if set(some.names) != set(names))
-            raise DataError(
-                f"{place} has the numbers {', '.join(names)}, but others have {listed}; use the same columns"
-            )
-        names, _ = order_classes(list(dict.fromkeys(name for some in targets for name in some.names)), place=place)
-    values: Any = np.concatenate([some.renamed(names).values for some in targets])
-    reason = first.reason if reading is None else reading.reason
-    return with_strata(names, values, known, Reading(first.kind, separator=first.separator, reason=reason), place)

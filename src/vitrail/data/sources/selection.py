@@ -7,16 +7,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vitrail.data.sources.alignment import Renumbered, renumber
 from vitrail.data.sources.contents import Contents, digests_of
 from vitrail.data.sources.given import Data, given_data
 from vitrail.data.sources.in_memory import InMemory
 from vitrail.data.sources.index_files import Progress
 from vitrail.data.sources.manifests import Manifest
-from vitrail.data.sources.opening import Renumbered, open_data, open_source, renumber, title_of
-from vitrail.data.sources.parquet import ParquetImages, Tables
+from vitrail.data.sources.opening import open_data, open_source, title_of
+from vitrail.data.sources.parquet import ParquetImages
+from vitrail.data.sources.parquet_files import Tables
 from vitrail.data.sources.source import Labels, Pixels, Source, check_source
 from vitrail.data.sources.splits import Splits, keys_of, split_of
-from vitrail.data.sources.targets import AUTOMATIC, Labelling, Targets, targets_of
+from vitrail.data.sources.targets import AUTOMATIC, Labelling, Targets, recorded_labelling, targets_of
 from vitrail.errors import ConfigError, DataError, StorageError, suggest
 from vitrail.io import ContentError, read_json
 
@@ -90,6 +92,7 @@ def choose_images(
     """
     if split is not None and split not in CHOICES:
         raise ConfigError(f"unknown split {split!r}; choose {', '.join(CHOICES)}")
+    labelling = recorded_labelling(record) or labelling
     place = given_data(data, on_progress, labelling=labelling)
     everything, own = _open(place, labelling, on_progress)
     if split is None:
@@ -265,6 +268,9 @@ def match_classes(source: Source, names: tuple[str, ...] | None, outputs: int, *
     Classes are matched by name if the model has `names`, else by index, for which the numbers of classes must agree.
     """
     check_source(source)
+    if (targets := targets_of(source)) is not None:
+        what = "several labels per image" if targets.kind == "labels" else "numbers"
+        raise DataError(f"the data has {what}, but the model has one class per image; use a model of that task")
     unknown = np.flatnonzero(source.labels < 0)
     if len(unknown):
         more = f" and {len(unknown) - 1:,} more have" if len(unknown) > 1 else " has"

@@ -38,8 +38,8 @@ from vitrail.data.sources.source import (
     stamp_file,
 )
 from vitrail.data.sources.tar import Member, members
-from vitrail.data.sources.targets import AUTOMATIC, Labelling, Targets
-from vitrail.errors import ConfigError, DataError, StorageError
+from vitrail.data.sources.targets import AUTOMATIC, Labelling, Targets, check_no_columns
+from vitrail.errors import DataError, StorageError
 from vitrail.io import ContentError, read_text
 from vitrail.text import printable_path
 
@@ -183,8 +183,7 @@ def _labelled(
     index: ShardIndex, names: Sequence[str] | None, labelling: Labelling, place: str, *, many: bool
 ) -> Labelled:
     """Return the classes or targets of the images in shards."""
-    if labelling.columns:
-        raise ConfigError(f"{place} has no columns, so {labelling.columns[0]!r} cannot be one; leave the columns out")
+    check_no_columns(labelling, place)
     reading, cells = Reading(), []
     if labelling.kind != "classes":
         cells = [cell_of(text, place) for text in index.label_names]

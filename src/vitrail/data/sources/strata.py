@@ -54,7 +54,7 @@ def _of_labels(names: Sequence[str], has: NDArray[np.bool_]) -> Strata:
     counts = has.sum(axis=0)
     order = []
     for label in np.argsort(counts, kind="stable").tolist():
-        mine = left & has[:, label]
+        mine = left & has[:, label] if counts[label] >= FEWEST else left[:0]
         if mine.sum() >= FEWEST:
             order.append(label)
             left &= ~mine
@@ -79,8 +79,10 @@ def _ranges(ordered: NDArray[np.float64]) -> Strata:
         return Strata(("no numbers",))
     starts = [0]
     for place in range(1, count):
-        # Equal numbers are in one range.
-        start = int(np.searchsorted(ordered, ordered[len(ordered) * place // count], side="left"))
+        # Equal numbers are in one range: this one, if the one before would have too few without them.
+        edge = ordered[len(ordered) * place // count]
+        before, after = (int(np.searchsorted(ordered, edge, side=side)) for side in ("left", "right"))
+        start = before if before - starts[-1] >= FEWEST else after
         if start - starts[-1] >= FEWEST and len(ordered) - start >= FEWEST:
             starts.append(start)
     ends = [*(start - 1 for start in starts[1:]), len(ordered) - 1]

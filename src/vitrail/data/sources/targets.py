@@ -5,15 +5,16 @@ images, by which splits and samples are drawn and counted. The targets of subset
 of the source behind them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitrail.data.sources.source import Source, Subset
+from vitrail.errors import ConfigError, DataError
 from vitrail.text import number
 
 Kind = Literal["classes", "labels", "values"]
@@ -32,6 +33,8 @@ class Labelling(NamedTuple):
 
 
 AUTOMATIC = Labelling()
+IGNORED: Final = "ignored"
+"""The targets of a source whose images are used without them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +87,8 @@ class Targets:
 def targets_of(source: Source) -> Targets | None:
     """Return the targets of a source's images; None if each has a class."""
     own = getattr(source, "targets", None)
-    if isinstance(own, Targets):
-        return own
+    if isinstance(own, Targets) or own == IGNORED:
+        return own if isinstance(own, Targets) else None
     base = getattr(source, "base", None)
     if base is None:
         return None
@@ -98,8 +101,8 @@ def _stored_targets(source: Source) -> Targets | None:
     base: Any = source
     while base is not None:
         own = getattr(base, "targets", None)
-        if isinstance(own, Targets):
-            return own
+        if isinstance(own, Targets) or own == IGNORED:
+            return own if isinstance(own, Targets) else None
         base = getattr(base, "base", None)
     return None
 
@@ -115,6 +118,8 @@ def labels_at(source: Source, indices: NDArray[np.int64]) -> NDArray[Any]:
     places = indices
     while base is not None:
         own = getattr(base, "targets", None)
+        if own == IGNORED:
+            break
         if isinstance(own, Targets):
             return own.values[places]
         places = base.indices[places] if isinstance(base, Subset) else places
@@ -137,6 +142,19 @@ def output_names_of(source: Source) -> tuple[str, ...]:
     return source.classes if targets is None else targets.names
 
 
+def check_labelling(labelling: Labelling, source: Source, title: str) -> None:
+    """Raise if images have one class each, but should have several labels, or numbers."""
+    if labelling.kind in ("labels", "values") and targets_of(source) is None and (source.labels >= 0).any():
+        what = "several labels per image" if labelling.kind == "labels" else "numbers"
+        raise DataError(f"{title} has one class per image, not {what}; list the images in a manifest with {what}")
+
+
+def check_no_columns(labelling: Labelling, title: str) -> None:
+    """Raise if columns of labels were named for data without columns."""
+    if labelling.columns:
+        raise ConfigError(f"{title} has no columns, so {labelling.columns[0]!r} cannot be one; do not name columns")
+
+
 def resolved(labelling: Labelling, source: Source) -> Labelling:
     """Return the labelling that reads other splits as this one was read."""
     targets = targets_of(source)
@@ -144,3 +162,23 @@ def resolved(labelling: Labelling, source: Source) -> Labelling:
         return labelling._replace(kind=targets.kind, separator=targets.separator)
     known = labelling.kind is not None or not len(source.labels) or int(source.labels.max()) < 0
     return labelling if known else labelling._replace(kind="classes")
+
+
+# ── what a split record says ──
+
+
+def labelling_record(labelling: Labelling, train: Source) -> dict[str, Any]:
+    """Return what a split record says of the labels, so that they are read alike again; nothing for plain classes."""
+    read = resolved(labelling, train)
+    if read.kind in (None, "classes") and labelling == AUTOMATIC:
+        return {}
+    return {"labelling": read._asdict() | {"columns": list(read.columns)}}
+
+
+def recorded_labelling(record: Mapping[str, Any] | None) -> Labelling | None:
+    """Return how a run read its labels; None if its record does not say so."""
+    kept = None if record is None else record.get("labelling")
+    if not isinstance(kept, Mapping):
+        return None
+    columns = kept.get("columns") or ()
+    return Labelling(kept.get("kind"), tuple(map(str, columns)), kept.get("separator"))

@@ -119,7 +119,7 @@ export class Panel {
 
   /** Whether the model predicts something about whole images. */
   get predicts() {
-    return this.model.task !== null && this.model.pool !== "none";
+    return this.model.task !== null && !["none", "patches"].includes(this.model.pool);
   }
 
   /** The query token. */

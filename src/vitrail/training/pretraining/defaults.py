@@ -55,9 +55,10 @@ def resolve_pretraining(
     _check_recipe(recipe)
     defaults: list[ResolvedDefault] = []
     model = _model(recipe, facts, defaults)
-    if model.pool == "none":  # found by the first validation, which may be hours later
+    if not model.has_pool:  # found by the first validation, which may be hours later
         raise ConfigError(
-            "pretraining measures one vector per image, but model.pool is 'none'; use model.pool=mean, cls or map"
+            f"pretraining measures one vector per image, but model.pool is {model.pool!r}; use model.pool=mean, cls or "
+            f"map"
         )
     half = (0.5,) * model.channels
     preprocess = Preprocess(size=model.image_size, channels=model.channels, mean=half, std=half, resize="cover")

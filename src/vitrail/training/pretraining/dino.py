@@ -328,8 +328,10 @@ def check_dino(config: ViTConfig, settings: DinoSettings) -> None:
     """Raise a `ConfigError` if DINO cannot train this encoder."""
     if not config.depth:
         raise ConfigError("DINO trains a ViT, but this model is a ResNet without blocks (depth = 0); choose a ViT")
-    if config.pool == "none":
-        raise ConfigError("DINO needs one vector per image, but pool is 'none'; use pool='cls', 'mean' or 'map'")
+    if not config.has_pool:
+        raise ConfigError(
+            f"DINO needs one vector per image, but pool is {config.pool!r}; use pool='cls', 'mean' or 'map'"
+        )
     if config.classes:
         raise ConfigError(
             f"DINO has its own head, but this model has one for {config.classes} classes; build it with classes=0, or "

@@ -53,9 +53,10 @@ class DistillSettings(Frozen):
 def check_distill(config: ViTConfig, settings: DistillSettings, teacher: Teacher) -> None:
     """Raise a `ConfigError` if the student cannot learn the teacher's features."""
     check_channels(teacher, config.channels)
-    if settings.pooled_weight and teacher.bundle.model.config.pool == "none":
+    pool = teacher.bundle.model.config.pool
+    if settings.pooled_weight and not teacher.bundle.model.config.has_pool:
         raise ConfigError(
-            f"the teacher {teacher.name} does not pool its tokens (pool = 'none'); set distill.pooled_weight=0"
+            f"the teacher {teacher.name} does not pool its tokens (pool = '{pool}'); set distill.pooled_weight=0"
         )
     if not settings.pooled_weight and (config.pool == "map" or config.representation):
         raise ConfigError(

@@ -41,6 +41,7 @@ def gradients(model: ViT, forward: Callable[[Tensor], Tensor], images: Tensor, l
     model.zero_grad(set_to_none=True)
     torch.manual_seed(3)
     logits = forward(images)
+    logits = logits.flatten(2).mean(dim=2) if logits.ndim == 4 else logits
     logits = logits if logits.ndim == 2 else logits.mean(dim=1)
     F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels).backward()
     result = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -93,12 +94,18 @@ def test_a_model_that_is_resized_afterwards(kind: str) -> None:
         assert short(images[:0]).shape == (0, 5)
 
 
-@pytest.mark.parametrize("kind", ["rope", "relative", "post_norm"])
-def test_unsupported_models_are_refused(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "lacks"),
+    [
+        ("rope", "rotary positions"),
+        ("relative", "relative positions"),
+        ("post_norm", "post-norm blocks"),
+        ("patches_of_layers", "heads that read several layers"),
+    ],
+)
+def test_unsupported_models_are_refused(kind: str, lacks: str) -> None:
     made = bundle("plain", norm_order="post") if kind == "post_norm" else bundle(kind)
-    with pytest.raises(
-        ConfigError, match="the fused path needs pre-norm blocks without positions inside attention; train the"
-    ):
+    with pytest.raises(ConfigError, match=f"the fused path does not support {lacks}; train the model itself"):
         FusedTraining(made.model)
 
 
@@ -321,7 +328,7 @@ def test_the_kinds_that_compile(low: bool) -> None:
 
 
 def test_which_models_can_be_fused() -> None:
-    assert {"rope", "relative", "conv_stem", "cnn"} == {
+    assert {"rope", "relative", "conv_stem", "cnn", "patches_of_layers"} == {
         kind for kind in KINDS if unsupported_by_fused_training(bundle(kind).model.config)
     }
 

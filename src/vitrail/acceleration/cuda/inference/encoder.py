@@ -67,11 +67,8 @@ class FastEncoder(nn.Module):
         self, model: ViT, precision: EncoderPrecision, *, layers: int | None = None, all_tokens: bool = False
     ) -> None:
         super().__init__()
-        if unsupported_by_fused_encoder(model.config):  # the result would be wrong
-            raise ConfigError(
-                "the fast encoder needs plain pre-norm blocks and positions added at the stem, which this model does "
-                "not have; use vitrail.accelerate"
-            )
+        if lacks := unsupported_by_fused_encoder(model.config):  # the result would be wrong
+            raise ConfigError(f"the fast encoder does not support {lacks}; use vitrail.accelerate")
         self.dtype, self.read = precision.dtype, None if all_tokens else pooled_token(model.config)
         shift = next(model.parameters()).new_zeros(model.config.width, dtype=torch.float64)
         self.blocks = nn.ModuleList()

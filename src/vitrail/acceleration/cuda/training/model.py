@@ -32,17 +32,15 @@ class FusedTraining(nn.Module):
 
     def __init__(self, model: ViT) -> None:
         super().__init__()
-        if unsupported_by_fused_training(model.config):  # the result would be wrong
-            raise ConfigError(
-                "the fused path needs pre-norm blocks without positions inside attention; train the model itself"
-            )
+        if lacks := unsupported_by_fused_training(model.config):  # the result would be wrong
+            raise ConfigError(f"the fused path does not support {lacks}; train the model itself")
         if has_adapters(model):  # they would be ignored
             raise ConfigError("the fused path does not support LoRA adapters; train the model itself")
         self.model = model
         self.short_attention = hardware_of(next(model.parameters()).device).short_attention
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map images (B, C, H, W) to logits (B, classes)."""
+        """Map images (B, C, H, W) to logits, as the model does."""
         return self.finish(self.blocks, *self.stem(x))
 
     @property
