@@ -219,7 +219,8 @@ def circles(svg: str) -> list[tuple[float, float]]:
 def guide(svg: str) -> list[tuple[float, float]]:
     """Return the ends of the dotted line, the last one of the drawing."""
     (path,) = [p for p in ET.fromstring(svg).iter(f"{SVG}path") if p.get("class") == "guide" and "L" in p.get("d", "")]
-    return [tuple(map(float, end.split())) for end in path.get("d", "").removeprefix("M").split("L")]  # type: ignore[misc]
+    ends = [end.split() for end in path.get("d", "").removeprefix("M").split("L")]
+    return [(float(x), float(y)) for x, y in ends]
 
 
 def test_a_point_with_equal_values_is_on_the_diagonal() -> None:

@@ -93,9 +93,12 @@ def test_several_columns_are_compared_in_standard_deviations(columns_run: Path, 
     (_, stored) = predictions(columns_run)
     wanted = (np.abs(stored.predicted - stored.true) / stored.true.std(axis=0)).mean(axis=1)
     assert both.errors[0] == pytest.approx(wanted)
-    text = " ".join(Page(report(columns_run, columns_run, tmp_path / "page.html")).sections["pairs"].split())
+    page = Page(report(columns_run, columns_run, tmp_path / "page.html"))
+    text = " ".join(page.sections["pairs"].split())
     assert "in standard deviations of the true values" in text
     assert all(name in text for name in COLUMNS), "a table of the columns"
+    assert f"Mean absolute error of {COLUMNS[0]}" in page.sections["result"]
+    assert page.all("i") == [], "the column's name is no markup"
 
 
 def test_other_columns_have_no_winner(value_run: Path, columns_run: Path, tmp_path: Path) -> None:
@@ -188,6 +191,13 @@ def test_other_labels_of_the_same_images_are_not_paired(labels_run: Path, tmp_pa
 def test_different_tasks_have_no_winner(labels_run: Path, value_run: Path, tmp_path: Path) -> None:
     page = Page(report(labels_run, value_run, tmp_path / "page.html"))
     assert "Different tasks: A is multilabel, B is regression" in page.sections[""]
+
+
+def test_every_string_is_escaped(labels_run: Path, columns_run: Path, tmp_path: Path) -> None:
+    for one, other in ((labels_run, labels_run), (labels_run, columns_run), (columns_run, labels_run)):
+        page = Page(report(one, other, tmp_path / "page.html"))
+        assert page.all("i") == []
+        assert len(page.all("script")) == 1
 
 
 def test_without_predictions_the_recorded_split_is_compared(value_run: Path, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def _different_tasks(one: Record, other: Record, names: tuple[str, str]) -> tupl
     lead = "Models of different tasks have different metrics, so neither run is the better one."
     columns = [Column("Run"), Column("Metric"), Column("Value", number=True)]
     rows = [
-        [Cell(escape(of)), Cell(capitalised(metric.name)), _value(metric)]
+        [Cell(escape(of)), Cell(name(capitalised(metric.name))), _value(metric)]
         for of, run in zip(names, (one, other), strict=True)
         for metric in ([] if run.result is None else run.result.numbers)
     ]
@@ -159,7 +159,7 @@ def _number_row(first: Metric, second: Metric) -> list[Cell]:
         sign = "" if equal else "up" if (apart < 0) == spec.lower_is_better else "down"
         shown = points(apart) if spec.unit == "percent" else signed(apart, max(abs(first.value), abs(second.value)))
         difference = Cell(f'<span class="{sign}">{shown}</span>' if sign else shown)
-    return [Cell(capitalised(first.name)), _value(first), _value(second), difference]
+    return [Cell(name(capitalised(first.name))), _value(first), _value(second), difference]
 
 
 def _value(metric: Metric) -> Cell:
