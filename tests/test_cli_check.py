@@ -197,6 +197,21 @@ def test_several_labels_or_numbers(run: RunCommand, data: Path) -> None:
     ]
 
 
+def test_the_task_and_the_columns_can_be_named(run: RunCommand, data: Path) -> None:
+    rows = [f"{label}/{number}.jpg,{number % 3}" for label in ("cat", "dog") for number in range(10)]
+    (data / "list.csv").write_text("\n".join(["path,stars", *rows]))
+    done = run(data / "list.csv")
+    assert "list.csv has no label column; rename one of its columns ('path', 'stars') to label or class" in done.err
+    assert "--labels COLUMN in vitrail check" in done.err
+    done = run(data / "list.csv", "--labels", "stars", "--json")
+    assert json.loads(done.out)["classes"] == ["0", "1", "2"]
+    done = run(data / "list.csv", "--labels", "stars", "--task", "regression", "--json")
+    assert [column["mean"] for column in json.loads(done.out)["targets"]["columns"]] == [0.9]
+    done = run(data / "list.csv", "--task", "regresion")
+    assert (done.code, done.out) == (2, "")
+    assert "no task is called 'regresion'; did you mean 'regression'" in done.err
+
+
 @pytest.mark.parametrize("option", ["--json", "--workers=0"])
 def test_no_readable_image(run: RunCommand, data: Path, option: str) -> None:
     for path in data.rglob("*.jpg"):

@@ -13,11 +13,13 @@ from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.convert import Conversion, convert
 from vitrail.checkpoints.inspect import Inspection, inspect
 from vitrail.checkpoints.load import load, ready_bundle
-from vitrail.data.checking.full_check import DataCheck, check
+from vitrail.data.checking.full_check import DataCheck
+from vitrail.data.checking.full_check import check as check_data
 from vitrail.data.decoder_choice import check_decode
 from vitrail.data.sources.given import Data, given_data
 from vitrail.data.sources.in_memory import InMemory
 from vitrail.data.sources.selection import choose_images, recorded_split
+from vitrail.data.sources.targets import Labelling
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation import evaluate_chosen, labelling_for
 from vitrail.explanations.attention import Fuse, Query
@@ -42,6 +44,7 @@ from vitrail.runtime import OnPlan, OnProgress, PrecisionChoice, autocast, choos
 from vitrail.serving.settings import Settings
 from vitrail.tasks.classification import ClassPrediction
 from vitrail.tasks.classification_metrics import ClassificationMetrics
+from vitrail.tasks.lookup import task_named
 from vitrail.tasks.metrics import Metrics
 from vitrail.tasks.task import Prediction
 from vitrail.text import printable, printable_path
@@ -229,6 +232,32 @@ def evaluate(
         on_progress=on_stage(on_progress, "evaluating"),
         on_plan=on_plan,
     )
+
+
+def check(
+    data: Data,
+    *,
+    task: str | None = None,
+    labels: str | Sequence[str] = (),
+    size: int = 224,
+    images_per_second: float | None = None,
+    sheet: str | Path | None = None,
+    workers: int | None = None,
+    on_progress: OnProgress | None = None,
+) -> DataCheck:
+    """Find unreadable files, duplicates, class imbalance and outliers in a dataset, and measure how fast it loads.
+
+    Every image is decoded, by `workers` processes (by default one per core). `size` is the image size of your model.
+    With `images_per_second`, the training speed of your device, `bounds` says how many workers it needs. `sheet` is a
+    PNG file to write: a few images of each class. `task` and `labels`, the columns that hold the labels, are the
+    recipe's `task` and `data.labels`; by default the labels decide. Raises `DataError` if no image can be read.
+    """
+    columns = (labels,) if isinstance(labels, str) else tuple(labels)
+    labelling = Labelling(None if task is None else task_named(task).kind, columns)
+    return check_data(
+        data, size=size, images_per_second=images_per_second, sheet=sheet, workers=workers, labelling=labelling,
+        on_progress=on_progress,
+    )  # fmt: skip
 
 
 def figures(

@@ -32,6 +32,14 @@ def check(
         str,
         typer.Argument(help="The images: a folder, a manifest (.csv, .tsv, .jsonl, .parquet), tar shards, or digits."),
     ],
+    task: Annotated[
+        str | None,
+        typer.Option(help="Task: classification, multilabel or regression; by default what the labels are."),
+    ] = None,
+    labels: Annotated[
+        list[str] | None,
+        typer.Option(help="Column of a manifest that holds labels. Can be repeated; by default by its name."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     sheet: Annotated[
         Path | None, typer.Option(help="Write a contact sheet to this PNG file: a few images per class.")
@@ -62,8 +70,9 @@ def check(
     """Find unreadable files, duplicates, class imbalance and outliers in a dataset, and measure how fast it loads."""
     with progress() as bar:
         result = vitrail.check(
-            data, size=size, images_per_second=images_per_second, sheet=sheet, workers=workers, on_progress=bar
-        )
+            data, task=task, labels=labels or (), size=size, images_per_second=images_per_second, sheet=sheet,
+            workers=workers, on_progress=bar,
+        )  # fmt: skip
     if as_json:
         echo(json.dumps(result.as_dict(), indent=2, ensure_ascii=False))
     else:

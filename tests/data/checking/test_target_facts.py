@@ -12,7 +12,6 @@ from vitrail.cli.check import _print_report
 from vitrail.data.checking.check import check_data, quick_check
 from vitrail.data.checking.contact_sheet import contact_sheet
 from vitrail.data.sources.opening import open_data, open_unlabelled
-from vitrail.data.sources.targets import Labelling
 
 GENERATOR = np.random.default_rng(0)
 IMAGES = GENERATOR.integers(0, 256, (60, 32, 32), np.uint8)
@@ -75,11 +74,11 @@ def test_the_same_image_with_other_targets_is_a_conflict() -> None:
 
 def test_a_check_with_a_labelling(tmp_path: Path) -> None:
     sheet = tmp_path / "sheet.png"
-    asked = vitrail.check((IMAGES, AGES), size=32, workers=0, sheet=sheet, labelling=Labelling("classes"))
+    asked = vitrail.check((IMAGES, AGES), size=32, workers=0, sheet=sheet, task="classification")
     assert asked.report.targets is None
     assert len(asked.report.classes) == 60
     assert "targets" not in asked.as_dict()
-    numbers = vitrail.check((IMAGES, AGES), size=32, workers=0, labelling=Labelling("values"))
+    numbers = vitrail.check((IMAGES, AGES), size=32, workers=0, task="regression")
     assert numbers.passed
     assert numbers.as_dict()["targets"]["reason"] == ""
 

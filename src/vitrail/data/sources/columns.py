@@ -122,7 +122,8 @@ def no_label_column(place: str, columns: Columns) -> DataError:
     """Return the error for a manifest without labels."""
     return DataError(
         f"{printable_path(place)} has no label column; rename one of its columns ({_listed(columns.header)}) to "
-        f"{' or '.join(LABEL_COLUMNS[:4])}, or name it with --set data.labels=COLUMN"
+        f"{' or '.join(LABEL_COLUMNS[:4])}, or name it: --set data.labels=COLUMN in training, --labels COLUMN in "
+        "vitrail check"
     )
 
 
