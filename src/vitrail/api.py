@@ -140,8 +140,9 @@ def train(
     """
     for argument in unknown:
         raise unknown_setting(train, argument, unknown[argument])
-    asked = recipe_for(None, recipe or default_recipe(pretrained, None), changes)
-    data = given_data(data, labelling=asked.labelling)
+    if not isinstance(data, str | bytes | os.PathLike):  # of several ranks, one reports what is wrong with a recipe
+        asked = recipe_for(None, recipe or default_recipe(pretrained, None), changes)
+        data = given_data(data, labelling=asked.labelling)
     run = train_run(
         data, recipe=recipe, changes=changes, pretrained=pretrained, overrides=overrides, keys=keys, teacher=teacher,
         folder=folder, device=device, workers=workers, quiet=quiet, evaluate_on=evaluate_on,
@@ -151,7 +152,7 @@ def train(
     return _with_report(run, data, quiet=quiet)
 
 
-def _with_report(run: Run, data: str | InMemory, *, quiet: bool) -> Run:
+def _with_report(run: Run, data: Data, *, quiet: bool) -> Run:
     """Write the report of a finished run."""
     path, message = report_of_finished(run.folder, data if isinstance(data, InMemory) else None)
     if not quiet:
