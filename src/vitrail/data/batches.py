@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -107,13 +108,13 @@ class Failure(NamedTuple):
     message: str
 
 
-class BatchDataset(Dataset[Any]):
+class BatchDataset(Dataset[Any], ABC):
     """A dataset whose items are whole batches of pixels, which workers hand over in slots of shared memory."""
 
     @property
+    @abstractmethod
     def batch_bytes(self) -> int:
         """Bytes of a batch's pixels, or more."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

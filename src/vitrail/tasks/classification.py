@@ -28,8 +28,8 @@ from vitrail.tasks.classification_metrics import (
 from vitrail.tasks.metrics import MetricSpec
 from vitrail.tasks.objective import Objective, class_weights, loss, only_in_training, targets
 from vitrail.tasks.task import (
-    AUGMENTED_ONLY,
     CLASS_SETTINGS,
+    NAMED_PROBABILITIES,
     Explained,
     FieldType,
     LossNote,
@@ -38,6 +38,7 @@ from vitrail.tasks.task import (
     RowFormat,
     Task,
     TrainingLoss,
+    note_of_additions,
 )
 from vitrail.text import percent, printable, rounded
 
@@ -93,20 +94,7 @@ class ClassRows(RowFormat):
     """Rows with the most likely classes."""
 
     types: ClassVar[Mapping[str, FieldType]] = {"classes": "strings", "probabilities": "floats"}
-    schema: ClassVar[Mapping[str, Any]] = {
-        "classes": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {
-                    "name": {"type": "string"},
-                    "index": {"type": "integer"},
-                    "probability": {"type": "number"},
-                },
-                "required": ["name", "index", "probability"],
-            },
-        }
-    }
+    schema: ClassVar[Mapping[str, Any]] = {"classes": NAMED_PROBABILITIES}
     title: ClassVar[tuple[str, str, str]] = ("class", "confidence", "then")
 
     def csv_header(self, top: int) -> list[str]:
@@ -276,18 +264,12 @@ def loss_note(recipe: Mapping[str, Any]) -> LossNote:
             "validation: log loss, on another scale",
             "The training loss is a sum of sigmoid losses, the validation loss a log loss, so the scales differ.",
         )
-    added = only_in_training(recipe)
-    if not added:
-        return AUGMENTED_ONLY
-    listed = f"{', '.join(added[:-1])} and {added[-1]}" if len(added) > 1 else added[0]
-    text = f"The training loss includes {listed}; the validation loss does not, so the two are not comparable."
+    added, more = only_in_training(recipe), ""
     smoothing, classes = float(objective.get("label_smoothing", 0) or 0), (recipe.get("model") or {}).get("classes", 0)
     if smoothing and classes > 1 and not {"class weights", "the teacher's targets"} & set(added):
         lowest = smoothed_entropy(smoothing, classes)
-        text += f" With this smoothing and {classes} classes, training cannot fall below {lowest:.2f}."
-    return LossNote(
-        f"training: with {', '.join(added)}", "validation: without, so the two are not comparable", text
-    )  # fmt: skip
+        more = f" With this smoothing and {classes} classes, training cannot fall below {lowest:.2f}."
+    return note_of_additions(added, more)
 
 
 def smoothed_entropy(smoothing: float, classes: int) -> float:

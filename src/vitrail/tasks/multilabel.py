@@ -40,7 +40,7 @@ from vitrail.tasks.multilabel_metrics import (
 )
 from vitrail.tasks.objective import Objective, only_in_training
 from vitrail.tasks.task import (
-    AUGMENTED_ONLY,
+    NAMED_PROBABILITIES,
     Explained,
     FieldType,
     LossNote,
@@ -49,6 +49,7 @@ from vitrail.tasks.task import (
     RowFormat,
     Task,
     TrainingLoss,
+    note_of_additions,
 )
 from vitrail.text import percent, printable, rounded
 
@@ -96,18 +97,7 @@ class LabelRows(RowFormat):
     }  # fmt: skip
     schema: ClassVar[Mapping[str, Any]] = {
         "labels": {"type": "array", "items": {"type": "string"}},
-        "top_labels": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {
-                    "name": {"type": "string"},
-                    "index": {"type": "integer"},
-                    "probability": {"type": "number"},
-                },
-                "required": ["name", "index", "probability"],
-            },
-        },
+        "top_labels": NAMED_PROBABILITIES,
     }
     title: ClassVar[tuple[str, str, str]] = ("labels", "highest", "probabilities")
 
@@ -224,15 +214,7 @@ class Multilabel(Task):
 
     def loss_note(self, recipe: Mapping[str, Any]) -> LossNote:
         """Name what only the training loss includes."""
-        added = only_in_training(recipe)
-        if not added:
-            return AUGMENTED_ONLY
-        listed = f"{', '.join(added[:-1])} and {added[-1]}" if len(added) > 1 else added[0]
-        return LossNote(
-            f"training: with {', '.join(added)}",
-            "validation: without, so the two are not comparable",
-            f"The training loss includes {listed}; the validation loss does not, so the two are not comparable.",
-        )
+        return note_of_additions(only_in_training(recipe))
 
     def default_criterion(self, *, class_balanced: bool) -> str:  # noqa: ARG002
         """Return the mean average precision."""

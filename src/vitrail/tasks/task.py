@@ -122,11 +122,35 @@ class RowFormat(ABC):
         """Return the cells of a table for people."""
 
 
+NAMED_PROBABILITIES: Mapping[str, Any] = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string"},
+            "index": {"type": "integer"},
+            "probability": {"type": "number"},
+        },
+        "required": ["name", "index", "probability"],
+    },
+}
+"""The JSON schema of the most likely outputs."""
 AUGMENTED_ONLY = LossNote(
     "training: augmented images",
     "validation: original images",
     "The training loss is computed on augmented images, with dropout; the validation loss on original images.",
 )
+
+
+def note_of_additions(added: Sequence[str], more: str = "") -> LossNote:
+    """Describe a training loss that includes what the validation loss does not; `more` is one more sentence."""
+    if not added:
+        return AUGMENTED_ONLY
+    listed = f"{', '.join(added[:-1])} and {added[-1]}" if len(added) > 1 else added[0]
+    text = f"The training loss includes {listed}; the validation loss does not, so the two are not comparable."
+    return LossNote(
+        f"training: with {', '.join(added)}", "validation: without, so the two are not comparable", f"{text}{more}"
+    )  # fmt: skip
 
 
 class Task(ABC):
