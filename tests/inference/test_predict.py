@@ -47,7 +47,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 def test_a_folder_as_jsonl(run: RunCommand) -> None:
-    done = run("bundle", "p")
+    done = run("bundle", "p", "--precision", "float32")
     assert done.code == 0
     assert done.after_plan.startswith("9 images; ")
     assert done.after_plan.endswith(" images/s, float32\n")

@@ -46,7 +46,8 @@ from vitrail.training.sessions import Stopped
 from vitrail.training.train import Run
 
 SETTINGS = ["task=counting", "model.width=32", "model.depth=1", "model.heads=1", "model.patch_size=4",
-            "model.stem=conv", "batch=64", "epochs=4", "evaluations=2", "optimizer.lr=0.02"]  # fmt: skip
+            "model.stem=conv", "batch=64", "epochs=4", "evaluations=2", "optimizer.lr=0.02",
+            "precision=float32"]  # fmt: skip
 
 
 # ── the task ──

@@ -27,7 +27,8 @@ from vitrail.training.train import Run
 
 LEARNING = ("model.width=64", "model.depth=2", "model.heads=2", "augmentation.crop=none", "augmentation.flip=0",
             "evaluations=4", "optimizer.lr=0.003")  # fmt: skip
-QUICK = ["model.width=32", "model.depth=1", "model.heads=1", "model.patch_size=4", "model.stem=conv", "batch=64"]
+QUICK = ["model.width=32", "model.depth=1", "model.heads=1", "model.patch_size=4", "model.stem=conv", "batch=64",
+         "precision=float32"]  # fmt: skip
 
 
 def write(made: MadeData, folder: Path, column: str) -> Path:

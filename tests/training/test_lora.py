@@ -37,7 +37,7 @@ from vitrail.training.sweep import sweep
 from vitrail.training.train import Run, train
 
 TINY: dict[str, Any] = {"image_size": 8, "patch_size": 4, "width": 24, "depth": 2, "heads": 2, "classes": 2}
-CHANGES = ["lora.rank=2", "steps=12", "batch=32", "evaluations=3", "model.mlp_dropout=0.1"]
+CHANGES = ["lora.rank=2", "steps=12", "batch=32", "evaluations=3", "model.mlp_dropout=0.1", "precision=float32"]
 ADAPTED = {f"blocks.{block}.attn.qkv.weight" for block in range(2)}
 HEAD = {"head.weight", "head.bias"}
 ADAMW = {"kind": "adamw"}
@@ -228,7 +228,7 @@ def test_two_ranks_train_like_one(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--", "vitrail"]
     for name, program in {"one": ["-m", "vitrail"], "two": torchrun}.items():
         # Every rank draws its own dropout.
-        words = command(tmp_path / name, start, "model.mlp_dropout=0.0", "precision=float32")
+        words = command(tmp_path / name, start, "model.mlp_dropout=0.0")
         done = subprocess.run(
             [sys.executable, *program, *words],
             capture_output=True,

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from tests.support.metrics import classified
 from tests.support.tiny_runs import CLASSES, images, tiny_run
 
 import vitrail
+from vitrail.acceleration.planner import hardware_of, usual_precision
 from vitrail.data.sources.contents import digests_of, recorded_contents
 from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.selection import seen_in_training
@@ -99,7 +101,7 @@ def test_a_run_records_its_time_and_hardware(run: Run) -> None:
     )
     assert 0 < session.seconds < 600
     assert "threads" in session.device
-    assert (session.ranks, session.precision) == (1, "float32")
+    assert (session.ranks, session.precision) == (1, usual_precision(hardware_of(torch.device("cpu"))))
 
 
 def test_the_card_of_the_best_model_has_the_metrics(run: Run) -> None:
