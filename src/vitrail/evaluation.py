@@ -187,7 +187,8 @@ def predict_all(
             with autocast(device, precision):
                 outputs = model(preprocess.normalise(batch.to(device).pixels)).float()
             check_finite(outputs, batch.indices, name, precision)
-            collected.append((task.activate(outputs).cpu(), batch.labels, batch.indices))
+            kept, truth = task.kept(outputs, batch.labels)
+            collected.append((kept.cpu(), truth.cpu(), batch.indices))
     if not collected:
         return Predictions(np.zeros((0, 0), np.float32), np.zeros(0, np.int64), np.zeros(0, np.int64), tuple(bad))
     activated, labels, indices = (torch.cat(tensors).numpy() for tensors in zip(*collected, strict=True))

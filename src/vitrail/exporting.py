@@ -40,7 +40,7 @@ from vitrail.quantisation import (
     quantised_graph,
 )
 from vitrail.runtime import OnProgress
-from vitrail.tasks.lookup import compare_for, task_of
+from vitrail.tasks.lookup import compare_for, task_of_head, unsuited_head
 
 Form = Literal["onnx", "torch", "openvino"]
 ExportPrecision = Literal["float32", "int8"]
@@ -127,7 +127,7 @@ def export(
 
 def describe_graph(graph: Graph, bundle: Bundle) -> dict[str, Any]:
     """Return the metadata needed to use the graph on its own."""
-    config = bundle.model.config
+    config, task = bundle.model.config, task_of_head(bundle)
     height, width, channels = *config.image_size, config.channels
     sides: list[int | str] = [HEIGHT, WIDTH] if graph.dynamic_size else [height, width]
     sides = [*sides, channels] if graph.channels_last else [channels, *sides]
@@ -145,10 +145,10 @@ def describe_graph(graph: Graph, bundle: Bundle) -> dict[str, Any]:
         **(
             {
                 "task": bundle.task,
-                "activation": task_of(bundle).activation,
+                "activation": task.activation,
                 **({"task_constants": bundle.task_constants} if bundle.task_constants else {}),
             }
-            if config.classes and config.has_pool
+            if task is not None and not unsuited_head(task, config)
             else {}
         ),
         "classes": None if bundle.classes is None else list(bundle.classes),

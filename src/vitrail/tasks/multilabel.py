@@ -189,9 +189,9 @@ class Multilabel(Task):
 
     # ── training ──
 
-    def placeholders(self, images: int, outputs: int, device: torch.device) -> Tensor:
+    def placeholders(self, pixels: Tensor, outputs: int) -> Tensor:
         """Return images without labels."""
-        return torch.zeros(images, outputs, dtype=torch.uint8, device=device)
+        return torch.zeros(len(pixels), outputs, dtype=torch.uint8, device=pixels.device)
 
     def training_loss(
         self, objective: Objective, labels: NDArray[Any], classes: Sequence[str], device: torch.device

@@ -34,7 +34,7 @@ class Objective(Frozen):
     loss: Literal["softmax", "sigmoid", "l2", "l1", "huber"] | None = None
     """`softmax`: cross-entropy; `sigmoid`: binary cross-entropy, for one class per image summed over classes (as in
     Google's code). For numbers: `l2`, `l1`, or `huber`, which is quadratic up to one standard deviation. None: softmax
-    for classification, sigmoid for multilabel, l2 for regression."""
+    for classification and segmentation, sigmoid for multilabel, l2 for regression."""
     label_smoothing: Rate = 0.0
     """Fraction of the target that is spread evenly over all classes."""
     class_weights: Annotated[Literal["none", "balanced"] | tuple[float, ...], BeforeValidator(_as_class_weights)] = (

@@ -184,9 +184,9 @@ class Regression(Task):
 
     # ── training ──
 
-    def placeholders(self, images: int, outputs: int, device: torch.device) -> Tensor:
+    def placeholders(self, pixels: Tensor, outputs: int) -> Tensor:
         """Return numbers."""
-        return torch.zeros(images, outputs, dtype=torch.float32, device=device)
+        return torch.zeros(len(pixels), outputs, dtype=torch.float32, device=pixels.device)
 
     def training_loss(
         self,

@@ -43,7 +43,7 @@ class Predictions(NamedTuple):
     """The outputs of a model for every readable image."""
 
     outputs: NDArray[np.float32]
-    """(N, K), activated by the task: the probabilities of a classifier."""
+    """(N, K), activated by the task: the probabilities of a classifier. Of masks, what `Task.kept` makes of them."""
     labels: NDArray[Any]
     """(N,), class indices; or targets (N, K), see `vitrail.data.sources.targets`."""
     indices: NDArray[np.int64]
@@ -183,6 +183,8 @@ class Task(ABC):
     """The result type."""
     is_tuned: ClassVar[bool] = False
     """Whether some of its constants follow from predictions (`tuned`)."""
+    is_dense: ClassVar[bool] = False
+    """Whether the model has an output per patch, so that its pool has to be "patches"."""
 
     @property
     def headline(self) -> MetricSpec:
@@ -263,9 +265,9 @@ class Task(ABC):
     ) -> TrainingLoss:
         """Return the loss of a run; `labels` are those of its whole training split."""
 
-    def placeholders(self, images: int, outputs: int, device: torch.device) -> Tensor:  # noqa: ARG002
-        """Return labels of the right shape and type, to forecast the memory of a step."""
-        return torch.zeros(images, dtype=torch.int64, device=device)
+    def placeholders(self, pixels: Tensor, outputs: int) -> Tensor:  # noqa: ARG002
+        """Return labels of the right shape and type for images (B, C, H, W), to forecast the memory of a step."""
+        return torch.zeros(len(pixels), dtype=torch.int64, device=pixels.device)
 
     @abstractmethod
     def default_criterion(self, *, class_balanced: bool) -> str:
@@ -288,6 +290,10 @@ class Task(ABC):
     @abstractmethod
     def activate(self, outputs: Tensor) -> Tensor:
         """Map the head's outputs (B, K) to what predictions hold."""
+
+    def kept(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `Predictions` hold of a batch's outputs (B, …) on their device, and of its labels (B, …)."""
+        return self.activate(outputs), labels
 
     def agreement(self, exact: Tensor, quick: Tensor) -> Agreement:
         """Compare outputs of a faster path with the exact ones; by default relative to the largest output."""

@@ -12,11 +12,10 @@ from vitrail.data.augmentation.randaugment import RandAugment
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError
 from vitrail.metrics.baselines import PRETRAINED
-from vitrail.models.checks import per_token
 from vitrail.models.config import ConvLayer, ViTConfig
 from vitrail.models.lora import check_lora
 from vitrail.models.variants import PAPER, variant_config
-from vitrail.tasks.lookup import CLASSIFICATION, task_of_kind
+from vitrail.tasks.lookup import CLASSIFICATION, task_of_kind, unsuited_head
 from vitrail.tasks.task import Task
 from vitrail.training.finetune_init import FinetuneInit, for_task, planned_config
 from vitrail.training.optimizers import learning_rate
@@ -74,9 +73,9 @@ def resolve_defaults(
     if teacher is not None:
         check_channels(teacher, model.channels)
     check_lora(recipe.lora, model)
-    if fault := per_token(model):
+    if fault := unsuited_head(task, model):
         raise ConfigError(fault)
-    preprocess = _preprocess(recipe, model, pretrained)
+    preprocess = _preprocess(recipe, model, pretrained, whole=task.is_dense)
     batch = recipe.batch if isinstance(recipe.batch, int) else _batch(recipe, facts, defaults)
     epochs = recipe.epochs
     if epochs is None and recipe.steps is None:
@@ -145,6 +144,7 @@ def _model(recipe: Recipe, facts: DataFacts, pretrained: Bundle | None, defaults
         fields = {**PAPER, **fields}
     if fields.get("classes", classes) != classes:
         raise ConfigError(f"model.classes is {fields['classes']}, but the data has {classes} classes; leave it out")
+    _set_pool(recipe.known_task, fields, pretrained, defaults)
     if pretrained is not None:
         if "name" in fields:
             raise ConfigError("model.name cannot be combined with a pretrained model; leave one of them out")
@@ -160,7 +160,23 @@ def _model(recipe: Recipe, facts: DataFacts, pretrained: Bundle | None, defaults
                 f"model.paper asks for the ViT paper's model, but {name} is a ResNet; leave one of them out"
             )
         return config
-    return ViTConfig.model_validate({**_small_model(facts, fields, defaults), **token, **fields, "classes": classes})
+    small = _small_model(facts, fields, defaults, dense=recipe.known_task.is_dense)
+    return ViTConfig.model_validate({**small, **token, **fields, "classes": classes})
+
+
+def _set_pool(task: Task, fields: dict[str, Any], pretrained: Bundle | None, defaults: list[ResolvedDefault]) -> None:
+    """Add the pool that the task needs, if the recipe names none."""
+    if "pool" in fields:
+        return
+    if task.is_dense:
+        fields["pool"] = "patches"
+        defaults.append(ResolvedDefault("model.pool", "patches", "every patch needs logits of its own"))
+    elif pretrained is not None and pretrained.model.config.pool == "patches":
+        own = pretrained.model.config
+        fields |= {"pool": "mean" if own.class_token == "none" else "cls", "head_layers": ()}
+        defaults.append(
+            ResolvedDefault("model.pool", fields["pool"], "the image needs one prediction, not every patch")
+        )
 
 
 def _distillation_token(recipe: Recipe, fields: dict[str, Any], defaults: list[ResolvedDefault]) -> dict[str, Any]:
@@ -172,10 +188,16 @@ def _distillation_token(recipe: Recipe, fields: dict[str, Any], defaults: list[R
     return {"class_token": "first", "pool": "cls", "final_norm": "before_pool", "distillation_token": True}
 
 
-def _small_model(facts: DataFacts, fields: dict[str, Any], defaults: list[ResolvedDefault]) -> dict[str, Any]:
-    """Return a model that trains quickly on little data; `fields` are those already set."""
+def _small_model(
+    facts: DataFacts, fields: dict[str, Any], defaults: list[ResolvedDefault], *, dense: bool
+) -> dict[str, Any]:
+    """Return a model that trains quickly on little data; `fields` are those already set.
+
+    If it has to be `dense`, its patches are half as large, because the edges in a mask are only as fine as its patches.
+    """
     tiny, small, on_cpu = facts.side <= TINY_SIDE, facts.side <= SMALL_SIDE, facts.device == "cpu"
-    patch = _pair(fields.get("patch_size"), 2 if tiny else 4 if small else 8)
+    usual = 2 if tiny else 4 if small else 8
+    patch = _pair(fields.get("patch_size"), usual // 2 if dense else usual)
     largest = 64 if on_cpu else 96
     size = tuple(max(side, min(facts.side, largest) // side * side) for side in patch)
     few = _few_photos(facts)
@@ -242,13 +264,22 @@ def _early_convolutions(patch: tuple[int, int], width: int, small: bool, again: 
     return tuple(layers)
 
 
-def _preprocess(recipe: Recipe, model: ViTConfig, pretrained: Bundle | None) -> Preprocess:
+def _preprocess(recipe: Recipe, model: ViTConfig, pretrained: Bundle | None, *, whole: bool) -> Preprocess:
+    """Return how images are prepared; `whole` if the model has to see all of an image, because every pixel counts."""
     if pretrained is not None:
         own = pretrained.preprocess.resized(model.image_size).with_channels(model.channels)
-        return own.replace(**recipe.preprocess)
-    half = (0.5,) * model.channels
-    fresh = Preprocess(size=model.image_size, channels=model.channels, mean=half, std=half, resize="cover")
-    return fresh.replace(**recipe.preprocess)
+    else:
+        half = (0.5,) * model.channels
+        own = Preprocess(size=model.image_size, channels=model.channels, mean=half, std=half, resize="cover")
+    if whole:
+        own = own.replace(resize="squash", resize_to=None)
+    chosen = own.replace(**recipe.preprocess)
+    if whole and (chosen.resize != "squash" or chosen.resize_to not in (None, chosen.size)):
+        raise ConfigError(
+            f"preprocess.resize is {chosen.resize} and preprocess.resize_to is {chosen.resize_to}, but every pixel of "
+            "an image needs a class; leave them out, so that the whole image is resized"
+        )
+    return chosen
 
 
 def _batch(recipe: Recipe, facts: DataFacts, defaults: list[ResolvedDefault]) -> int:

@@ -65,8 +65,15 @@ def for_task(pretrained: Bundle, how: FinetuneInit | None, task: str) -> Finetun
 
 def keeps_head(pretrained: Bundle, how: FinetuneInit, config: ViTConfig, names: tuple[str, ...] | None) -> bool:
     """Whether fine-tuning starts with the head of the pretrained model, whose task is the same."""
-    same = config.classes == pretrained.model.config.classes and names in (None, pretrained.classes)
-    return how.head == "keep" and same
+    own = pretrained.model.config
+    same = config.classes == own.classes and names in (None, pretrained.classes)
+    return how.head == "keep" and same and _reads_alike(own, config)
+
+
+def _reads_alike(config: ViTConfig, planned: ViTConfig) -> bool:
+    """Whether the heads of both models read the same: a vector per image, or the same layers of every patch."""
+    dense = (config.pool == "patches", planned.pool == "patches")
+    return dense[0] == dense[1] and config.layers_read == planned.layers_read
 
 
 def planned_config(pretrained: Bundle, how: FinetuneInit, fields: dict[str, Any], classes: int) -> ViTConfig:
@@ -110,6 +117,10 @@ def adapted(
 def _with_fields(config: ViTConfig, planned: ViTConfig, weights: Weights) -> ViT:
     """Rebuild a model with fields that need no other weights: dropout, stochastic depth, head initialisation."""
     changed = {name: value for name, value in planned if name not in ADAPTED and value != getattr(config, name)}
+    if not _reads_alike(config, planned):
+        # The head is renewed in any case, and a pool with weights of its own is not used any more.
+        weights = {name: tensor for name, tensor in weights.items() if not name.startswith(("head.", "attn_pool."))}
+        changed["classes"] = 0
     try:
         return loaded_model(config.replace(**changed), weights)[0]
     except CheckpointError as error:

@@ -88,9 +88,9 @@ class Learner(ABC):
     def loss(self, outputs: Any, batch: AnyBatch) -> tuple[Tensor, Tensor]:
         """Map the module's outputs to the mean loss and the sum of the training metric over the images."""
 
-    def placeholders(self, images: int, device: torch.device) -> Tensor:
-        """Return labels of the right shape and type, to forecast the memory of a step."""
-        return torch.zeros(images, dtype=torch.int64, device=device)
+    def placeholders(self, pixels: Tensor) -> Tensor:
+        """Return labels of the right shape and type for images (B, C, H, W), to forecast the memory of a step."""
+        return torch.zeros(len(pixels), dtype=torch.int64, device=pixels.device)
 
     @abstractmethod
     def validate(self, run: "TrainingRun") -> Validation:

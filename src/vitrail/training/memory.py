@@ -160,7 +160,7 @@ def _loss(job: Job, stored: Tensor, module: nn.Module, learner: Learner) -> Tens
     with autocast(device, job.precision):
         outputs = module(*inputs)
     numbers = torch.zeros(count, dtype=torch.int64, device=device)
-    return learner.loss(outputs, Batch(stored, learner.placeholders(count, device), numbers, lam, box))[0]
+    return learner.loss(outputs, Batch(stored, learner.placeholders(stored), numbers, lam, box))[0]
 
 
 def module_of(job: Job, device: torch.device, learner: Learner) -> nn.Module:

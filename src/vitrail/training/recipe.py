@@ -96,8 +96,8 @@ class Recipe(Frozen):
     """A training run."""
 
     task: str | None = None
-    """What the model learns: `classification` (one class per image), `multilabel` (any number of labels) or
-    `regression` (numbers). None: what the labels are."""
+    """What the model learns: `classification` (one class per image), `multilabel` (any number of labels), `regression`
+    (numbers) or `segmentation` (a class for every pixel). None: what the labels are."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Random seed. Shuffling, augmentation, initialisation and dropout derive from it."""
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
@@ -123,7 +123,8 @@ class Recipe(Frozen):
     criterion: str | None = None
     """The validation metric that selects the best checkpoint. Classification: `accuracy`, `balanced_accuracy`,
     `macro_f1` or `loss`; multilabel: `map`, `macro_f1`, `exact_match` or `loss`; regression: `mae`, `rmse`, `r2` or
-    `loss`. None: the first one; for classification balanced_accuracy if classes are balanced or weighted."""
+    `loss`; segmentation: `mean_iou`, `pixel_accuracy` or `loss`. None: the first one; for classification
+    balanced_accuracy if classes are balanced or weighted."""
     save_minutes: Annotated[float, Field(ge=0, le=1e5)] = 5.0
     """Minutes between saved training states; every validation saves one, too."""
     model: dict[str, Any] = Field(default_factory=dict)

@@ -66,9 +66,9 @@ class Supervised(Learner):
         batch = cast("Batch", batch)  # views have no labels
         return self.task_loss(outputs, batch.labels, batch.lam if self.mixed else None)
 
-    def placeholders(self, images: int, device: torch.device) -> Tensor:
+    def placeholders(self, pixels: Tensor) -> Tensor:
         """Return the task's."""
-        return self.task.placeholders(images, self.outputs, device)
+        return self.task.placeholders(pixels, self.outputs)
 
     def validate(self, run: "TrainingRun") -> Validation:
         """Predict the validation split."""

@@ -17,7 +17,7 @@ from vitrail.data.sources.source import Source, Subset
 from vitrail.errors import ConfigError, DataError
 from vitrail.text import number
 
-Kind = Literal["classes", "labels", "values"]
+Kind = Literal["classes", "labels", "values", "masks"]
 """What images are labelled with: one class each, any number of labels, or numbers."""
 
 
