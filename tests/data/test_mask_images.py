@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from vitrail.data.mask_images import IGNORED_PIXEL, MOST_CLASSES, mask_png, overlay, palette
+from vitrail.data.mask_images import mask_png, overlay, palette
+from vitrail.data.sources.masks import IGNORED_PIXEL, MOST_CLASSES
 from vitrail.errors import InputError
 
 
@@ -53,4 +54,4 @@ def test_too_many_classes() -> None:
     with pytest.raises(InputError, match="at most 255"):
         palette(256)
     with pytest.raises(InputError, match="use uint8"):
-        mask_png(np.zeros((2, 2), np.int64), 2)  # type: ignore[arg-type]
+        mask_png(np.zeros((2, 2), np.int64), 2)

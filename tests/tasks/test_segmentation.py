@@ -145,7 +145,7 @@ def test_what_is_kept_equals_counting_each_image(images: int, grid: int, side: i
 
 def test_metrics_return_from_json() -> None:
     truth = masks(40, (8, 8), 0)
-    made = TASK.evaluate(predicted(logits(40, (4, 4), 1), truth), Shapes(), kind="held-out images")  # type: ignore[arg-type]
+    made = TASK.evaluate(predicted(logits(40, (4, 4), 1), truth), Shapes(), kind="held-out images")
     back = SegmentationMetrics.from_dict(json.loads(json.dumps(made.as_dict())))
     assert back.as_dict() == made.as_dict()
     assert [row.name for row in made.per_class] == list(NAMES)
@@ -160,7 +160,7 @@ def test_metrics_return_from_json() -> None:
 def test_a_perfect_prediction() -> None:
     truth = masks(20, (6, 6), 0, ignored=0.2)
     exact = F.one_hot(truth.clamp(max=2).long(), 3).permute(0, 3, 1, 2).double() * 50
-    made = TASK.evaluate(predicted(exact, truth), Shapes(), kind="held-out images")  # type: ignore[arg-type]
+    made = TASK.evaluate(predicted(exact, truth), Shapes(), kind="held-out images")
     assert (made.mean_iou, made.mean_dice, made.pixel_accuracy, made.class_accuracy) == (1, 1, 1, 1)
     assert made.loss < 1e-9
     assert made.warnings == ()
@@ -170,7 +170,7 @@ def test_a_class_that_is_never_found_is_warned_of() -> None:
     truth = masks(20, (6, 6), 0)
     outputs = torch.zeros(20, 3, 6, 6, dtype=torch.float64)
     outputs[:, 0] = 1
-    made = TASK.evaluate(predicted(outputs, truth), Shapes(), kind="held-out images")  # type: ignore[arg-type]
+    made = TASK.evaluate(predicted(outputs, truth), Shapes(), kind="held-out images")
     assert made.warnings[0].startswith("no pixel of the classes disc, square is predicted right; add images with them")
     values = TASK.validation(predicted(outputs, truth), NAMES)
     assert values["val_mean_iou"] == pytest.approx(made.mean_iou)
@@ -180,7 +180,7 @@ def test_a_class_that_is_never_found_is_warned_of() -> None:
 def test_images_without_labelled_pixels_cannot_be_evaluated() -> None:
     nothing = torch.full((2, 4, 4), IGNORED, dtype=torch.uint8)
     with pytest.raises(DataError, match="none of the 2 images has a labelled pixel"):
-        TASK.evaluate(predicted(logits(2, (2, 2), 0), nothing), Shapes(), kind="held-out images")  # type: ignore[arg-type]
+        TASK.evaluate(predicted(logits(2, (2, 2), 0), nothing), Shapes(), kind="held-out images")
 
 
 # ── predictions ──

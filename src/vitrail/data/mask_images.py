@@ -7,12 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from vitrail.data.sources.masks import MOST_CLASSES
 from vitrail.errors import InputError
 
-IGNORED_PIXEL = 255
-"""The class index of a pixel that counts nowhere: its label is unknown."""
-MOST_CLASSES = IGNORED_PIXEL
-"""A mask has 8 bits, and one value is `IGNORED_PIXEL`."""
 FIRST = (
     (0, 114, 178), (230, 159, 0), (0, 158, 115), (204, 121, 167), (240, 228, 66), (86, 180, 233), (213, 94, 0),
     (150, 150, 150),
