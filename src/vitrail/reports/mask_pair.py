@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from vitrail.charts.points import point_chart
 from vitrail.checkpoints.load import load
-from vitrail.data.mask_images import IGNORED_PIXEL
-from vitrail.data.sources.masks import Mask
+from vitrail.data.sources.masks import IGNORED_PIXEL, Mask
 from vitrail.errors import VitrailError
 from vitrail.metrics.intervals import Interval, bootstrap_mean
 from vitrail.metrics.segmentation import bootstrap_mean_iou_difference, mean_iou

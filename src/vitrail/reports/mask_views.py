@@ -13,8 +13,8 @@ from PIL import Image
 from vitrail.charts.svg import escape
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.inputs import fitted
-from vitrail.data.mask_images import IGNORED_PIXEL, overlay, palette
-from vitrail.data.sources.masks import Mask, mask_at
+from vitrail.data.mask_images import overlay, palette
+from vitrail.data.sources.masks import IGNORED_PIXEL, Mask, mask_at
 from vitrail.data.sources.source import Pixels, Source
 from vitrail.errors import DataError, Diverged
 from vitrail.explanations.explain import as_image
