@@ -5,11 +5,10 @@ from PIL import Image
 
 from vitrail.charts.bars import Bar, bar_chart
 from vitrail.charts.svg import escape
-from vitrail.data.mask_images import overlay
 from vitrail.errors import InputError
 from vitrail.io import ContentError, read_json
 from vitrail.reports.classes import percent_cell
-from vitrail.reports.mask_views import swatches
+from vitrail.reports.mask_views import coloured, swatches
 from vitrail.reports.page import (
     WIDTH,
     Cell,
@@ -147,7 +146,7 @@ def _with_mask(image: Image.Image, sample: Sample, classes: int) -> Image.Image:
     try:
         with Image.open(sample.mask, formats=("PNG",)) as opened:
             mask = np.array(opened, np.uint8)
-        return Image.fromarray(overlay(np.asarray(image), mask, classes))
+        return Image.fromarray(coloured(np.asarray(image), mask, classes))
     except (OSError, ValueError, SyntaxError, InputError):  # such as another size
         return image
 

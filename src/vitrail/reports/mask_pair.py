@@ -94,7 +94,7 @@ class MaskPair(Pair):
         rows, first, second = self.each
         missing, colours = set(why), set[int]()
         groups = []
-        for title, gain in (("A is much better", first - second), ("B is much better", second - first)):
+        for title, gain in (("A has the higher IoU", first - second), ("B has the higher IoU", second - first)):
             chosen = [place for place in np.argsort(-gain, kind="stable")[:SHOWN].tolist() if gain[place] > 0]
             cards = "".join(self._card(readers, int(rows[place]), missing, colours) for place in chosen)
             groups.append(f'<h3>{title}</h3><ul class="mistakes">{cards}</ul>' if chosen else "")

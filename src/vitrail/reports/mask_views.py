@@ -112,7 +112,7 @@ def tiles(masks: Masks, classes: int, image_name: str) -> list[str]:
         image_tile(masks.pixels, image_name),
         masked_tile(masks.pixels, masks.true, classes, "True mask", image_name),
         masked_tile(masks.pixels, masks.predicted, classes, "Predicted mask", image_name),
-        tile(_marked(ground, wrong), "Wrong pixels", image_name),
+        tile(marked(ground, wrong), "Wrong pixels", image_name),
     ]
 
 
@@ -123,7 +123,12 @@ def image_tile(pixels: Pixels, image_name: str) -> str:
 
 def masked_tile(pixels: Pixels, mask: Mask, classes: int, title: str, image_name: str) -> str:
     """Return an image (H, W, C) in the colours of a mask, with a title below it."""
-    return tile(overlay(np.asarray(as_image(pixels)), mask, classes), title, image_name)
+    return tile(coloured(np.asarray(as_image(pixels)), mask, classes), title, image_name)
+
+
+def coloured(pixels: NDArray[np.uint8], mask: Mask, classes: int) -> NDArray[np.uint8]:
+    """Return an image (H, W, 3) in grey under the colours of a mask, so that all colour is that of a class."""
+    return overlay(np.rint(pixels.mean(axis=2, keepdims=True)).astype(np.uint8), mask, classes)
 
 
 def tile(pixels: NDArray[np.uint8], title: str, image_name: str) -> str:
@@ -132,7 +137,7 @@ def tile(pixels: NDArray[np.uint8], title: str, image_name: str) -> str:
     return f"<figure>{shown}<figcaption>{escape(title)}</figcaption></figure>"
 
 
-def _marked(ground: NDArray[np.uint8], wrong: NDArray[np.bool_]) -> NDArray[np.uint8]:
+def marked(ground: NDArray[np.uint8], wrong: NDArray[np.bool_]) -> NDArray[np.uint8]:
     """Return an image in pale grey, with some pixels in colour."""
     grey = np.repeat(ground.mean(axis=2, keepdims=True), 3, axis=2)
     pale = 255 - DIMMED * (255 - grey)

@@ -33,9 +33,9 @@ def masks(artifacts: RunArtifacts) -> Section:
     if not isinstance(result, SegmentationMetrics):
         return Section("masks", "Masks", title, absent(artifacts.run.why_no_result))
     text = (
-        "Test images as the model sees them, resized and cropped. Wrong pixels are red on the pale image; pixels "
-        "without a label stay uncoloured in the true mask and are never wrong. Look for wrong masks here, too: of a "
-        "small object, a contour that is off by a pixel costs much of the IoU."
+        "Images as the model sees them, resized and cropped. Masks cover them in the colours of the classes; pixels "
+        "without a label stay grey in the true mask and count nowhere. Wrong pixels are red. Look for wrong masks in "
+        "the data here, too. A contour that is off by a pixel costs a small object much of its IoU."
     )
     missing: set[str] = set()
     reader = None if artifacts.bundle is None else MaskReader(artifacts, artifacts.bundle)
