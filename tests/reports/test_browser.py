@@ -78,7 +78,18 @@ def opened(browser: Any, files: dict[str, Path], request: pytest.FixtureRequest)
 
 EVERYWHERE = [
     (which, size, scheme)
-    for which in ("one", "two", "pretraining", "labels", "two-labels", "values", "columns", "two-values", "masks", "two-masks")
+    for which in (
+        "one",
+        "two",
+        "pretraining",
+        "labels",
+        "two-labels",
+        "values",
+        "columns",
+        "two-values",
+        "masks",
+        "two-masks",
+    )
     for size in (PHONE, DESKTOP)
     for scheme in ("light", "dark")
 ]

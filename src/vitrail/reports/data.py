@@ -8,7 +8,7 @@ from vitrail.charts.svg import escape
 from vitrail.errors import InputError
 from vitrail.io import ContentError, read_json
 from vitrail.reports.classes import percent_cell
-from vitrail.reports.mask_views import coloured, swatches
+from vitrail.reports.mask_views import coloured, coloured_names
 from vitrail.reports.page import (
     WIDTH,
     Cell,
@@ -195,11 +195,11 @@ def _counts(check: Check) -> str:
         images |= check.targets.images
     pixels = [] if check.targets is None else check.targets.pixels
     shares = {one.name: one.share for one in pixels}
-    colours = swatches([one.name for one in pixels])
+    coloured_name = coloured_names([one.name for one in pixels])
     names.sort(key=lambda one: -shares.get(one, 0.0))
     rows = [
         [
-            Cell(f"{colours.get(one, '')}{name(one)}", one),
+            Cell(coloured_name.get(one, name(one)), one),
             *([percent_cell(shares.get(one))] if pixels else []),
             *(Cell(f"{check.counts[split].get(one, 0):,}", check.counts[split].get(one, 0)) for split in splits),
         ]

@@ -144,24 +144,26 @@ def marked(ground: NDArray[np.uint8], wrong: NDArray[np.bool_]) -> NDArray[np.ui
     return np.rint(np.where(wrong[:, :, None], np.array(WRONG), pale)).astype(np.uint8)
 
 
-def swatch(colour: Sequence[int]) -> str:
-    """Return a small square of a colour."""
-    fill = f"#{bytes(colour).hex()}"
+def coloured_names(classes: Sequence[str]) -> Mapping[str, str]:
+    """Return the name of each class in masks as HTML, after a square of its colour."""
+    colours = palette(len(classes)).tolist()
+    return {
+        one: f'<span class="keyed">{_swatch(colour)}{name(one)}</span>'
+        for one, colour in zip(classes, colours, strict=True)
+    }
+
+
+def _swatch(colour: Sequence[int]) -> str:
     # The page's policy forbids style attributes.
+    fill = f"#{bytes(colour).hex()}"
     return (
         f'<svg class="swatch" viewBox="0 0 10 10" aria-hidden="true"><rect width="10" height="10" fill="{fill}"/></svg>'
     )
 
 
-def swatches(classes: Sequence[str]) -> Mapping[str, str]:
-    """Return the swatch of each class in masks."""
-    return {one: swatch(colour) for one, colour in zip(classes, palette(len(classes)).tolist(), strict=True)}
-
-
 def legend(classes: Sequence[str], shown: Collection[int]) -> str:
-    """Return the colours of the shown classes."""
-    known = swatches(classes)
+    """Return the colours of the classes; of many, only of those that are shown."""
+    names = coloured_names(classes)
     listed = [one for place, one in enumerate(classes) if place in shown or len(classes) <= LEGEND]
-    items = [f"<li>{known[one]}{name(one)}</li>" for one in listed[:LEGEND]]
     more = f"<li>and {len(listed) - LEGEND:,} more</li>" if len(listed) > LEGEND else ""
-    return f'<ul class="legend">{"".join(items)}{more}</ul>'
+    return f'<ul class="legend">{"".join(f"<li>{names[one]}</li>" for one in listed[:LEGEND])}{more}</ul>'

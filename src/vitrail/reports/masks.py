@@ -9,8 +9,8 @@ from vitrail.charts.bars import Bar, bar_chart
 from vitrail.errors import VitrailError
 from vitrail.reports.classes import percent_cell
 from vitrail.reports.image_views import file, image_notes
-from vitrail.reports.mask_views import MaskReader, legend, swatches, tiles
-from vitrail.reports.page import WIDTH, Cell, Column, Section, absent, chart, name, paragraph, table
+from vitrail.reports.mask_views import MaskReader, coloured_names, legend, tiles
+from vitrail.reports.page import WIDTH, Cell, Column, Section, absent, chart, paragraph, table
 from vitrail.reports.run_artifacts import RunArtifacts
 from vitrail.tasks.segmentation_metrics import ClassScore, ImageScore, SegmentationMetrics
 from vitrail.text import as_percent, plural, shorten
@@ -123,7 +123,7 @@ def _bars(order: Sequence[ClassScore]) -> str:
 def _table(result: SegmentationMetrics) -> str:
     present = result.weakest_first
     rows = [*present, *(row for row in result.per_class if not row.images)]
-    colours = swatches(result.labels)
+    names = coloured_names(result.labels)
     columns = [
         Column("Class"),
         Column("Images", number=True, hint="test images with pixels of the class"),
@@ -132,7 +132,7 @@ def _table(result: SegmentationMetrics) -> str:
     ]
     cells = [
         [
-            Cell(f"{colours[row.name]}{name(row.name)}", row.name),
+            Cell(names[row.name], row.name),
             Cell(f"{row.images:,}", row.images),
             *(percent_cell(value) for value in (row.share, row.iou, row.dice, row.precision, row.recall)),
         ]
