@@ -164,8 +164,8 @@ def _print_labels(report: "Report") -> None:
 def _print_classes(report: "Report", what: str, images: dict[str, int] | None) -> None:
     """Print the counts per class, largest first; of many classes, only the largest and the smallest.
 
-    Ranges of numbers stay in order; classes of masks are sorted by their share of the pixels. `images` are those of each
-    split, unless they are the sum of the counts.
+    Ranges of numbers stay in order; classes of masks are sorted by their share of the pixels. `images` are those of
+    each split, unless they are the sum of the counts.
     """
     splits = list(report.counts)
     ranges = report.targets is not None and report.targets.kind == "values"

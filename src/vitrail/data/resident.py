@@ -87,9 +87,9 @@ class Resident:
     """A training split on a device."""
 
     def __init__(self, training: Training, device: torch.device, workers: int) -> None:
-        check_on_device(training.augmentation)
         if kind_of_labels(training.source) == "masks":
             raise ConfigError("images with masks are augmented on the CPU, so they cannot be kept on the device")
+        check_on_device(training.augmentation)
         self.training, self.device, self.workers = training, device, workers
         self.bad: list[BadImage] = []
         self.pixels, replacements = self._read(device)

@@ -33,11 +33,12 @@ def masked(
     wrong = list(scan.faults)
     strange = [] if named is None else [value for value in scan.values if value not in {*named, *ignored}]
     for value in strange:
-        masks = plural(int((scan.counts[:, scan.values.index(value)] > 0).sum()), "mask")
-        example = printable_path(files[int(np.argmax(scan.counts[:, scan.values.index(value)]))])
+        pixels = scan.counts[:, scan.values.index(value)]
+        masks, example = int((pixels > 0).sum()), printable_path(files[int(np.argmax(pixels))])
+        more = f" (and {plural(masks - 1, 'other mask')})" if masks > 1 else ""
         wrong.append(
-            f"{masks} of {printable_path(place)}, such as {example}, have the value {value}, which {FILE} does not "
-            f"name; name it there, or leave its pixels out with --set data.ignore=[{value}]"
+            f"the mask {example}{more} has the value {value}, which {FILE} does not name; name it there, or leave its "
+            f"pixels out with --set data.ignore=[{value}]"
         )
     report_faults(wrong, printable_path(place), faults)
     values = [value for value in (scan.values if named is None else sorted(named)) if value not in ignored]

@@ -52,10 +52,6 @@ class MaskScan(NamedTuple):
     faults: list[str]
     """What is wrong with the others."""
 
-    def example(self, value: int) -> int:
-        """Return the image whose mask has the most pixels of a value."""
-        return int(self.usable[np.argmax(self.counts[:, self.values.index(value)])])
-
 
 def scan_masks(source: Source, files: Names, place: str, on_progress: Progress | None = None) -> MaskScan:
     """Count the pixels of each value in the mask of every image; `place` is the data, for the cache of the counts."""
