@@ -4,7 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.support.tiny_runs import COLUMNS, images, labelled_images, tiny_pretraining, tiny_run
+from tests.support.mask_data import write_shapes
+from tests.support.tiny_runs import CLASSES, COLUMNS, images, labelled_images, tiny_pretraining, tiny_run
 
 from vitrail import Run
 
@@ -57,6 +58,26 @@ def other_value_run(manifests: tuple[Path, Path]) -> Path:
 def columns_run(manifests: tuple[Path, Path]) -> Path:
     """A run on two columns."""
     return tiny_run(manifests[1], manifests[1].parents[1] / "columns", f"data.labels={list(COLUMNS)}").folder
+
+
+@pytest.fixture(scope="session")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images with masks, whose classes have names that would break a page without escaping."""
+    folder = write_shapes(tmp_path_factory.mktemp("masks") / "data", 90, (24, 28))
+    (folder / "classes.txt").write_text("\n".join(f"{value} {name}" for value, name in enumerate(CLASSES)))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def masks_run(shapes: Path) -> Path:
+    return tiny_run(shapes, shapes.parent / "masks <i>run", "model.patch_size=4", "optimizer.lr=0.01").folder
+
+
+@pytest.fixture(scope="session")
+def other_masks_run(shapes: Path) -> Path:
+    """A run whose model has a larger input."""
+    changes = ("model.image_size=24", "model.patch_size=4", "optimizer.lr=0.01", "epochs=8")
+    return tiny_run(shapes, shapes.parent / "other masks", *changes).folder
 
 
 @pytest.fixture(scope="session")

@@ -33,6 +33,8 @@ def files(
     value_run: Path,
     other_value_run: Path,
     columns_run: Path,
+    masks_run: Path,
+    other_masks_run: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
@@ -44,6 +46,8 @@ def files(
         "two-labels": report(labels_run, other_labels_run, folder / "two-labels.html"),
         "values": report(value_run, out=folder / "values.html"),
         "columns": report(columns_run, out=folder / "columns.html"),
+        "masks": report(masks_run, out=folder / "masks.html"),
+        "two-masks": report(masks_run, other_masks_run, folder / "two-masks.html"),
         "two-values": report(value_run, other_value_run, folder / "two-values.html"),
     }
 
@@ -74,7 +78,18 @@ def opened(browser: Any, files: dict[str, Path], request: pytest.FixtureRequest)
 
 EVERYWHERE = [
     (which, size, scheme)
-    for which in ("one", "two", "pretraining", "labels", "two-labels", "values", "columns", "two-values")
+    for which in (
+        "one",
+        "two",
+        "pretraining",
+        "labels",
+        "two-labels",
+        "values",
+        "columns",
+        "two-values",
+        "masks",
+        "two-masks",
+    )
     for size in (PHONE, DESKTOP)
     for scheme in ("light", "dark")
 ]

@@ -36,10 +36,13 @@ WEIGHTS_DIGEST = "weights_sha256"
 """The key in config.json for the digest of the weights, as printed by `sha256sum model.safetensors`."""
 CLASSIFICATION = "classification"
 """The task of a model whose file does not name one: other libraries' checkpoints are classifiers."""
+OF_CLASSES = (CLASSIFICATION, "segmentation")
+"""The tasks whose outputs are classes."""
 TAGS = {
     CLASSIFICATION: ("image-classification",),
     "multilabel": ("image-classification", "multi-label"),
     "regression": ("image-regression",),
+    "segmentation": ("image-segmentation",),
 }
 """The tags of a task on the Hugging Face Hub, for the model card; a task without a row has none of its own.
 `tasks` cannot have this table, because it is a higher layer."""
@@ -167,7 +170,7 @@ class Bundle:
             "```",
             "",
             *([] if self.task == CLASSIFICATION else [f"- Task: {self.task}"]),
-            f"- {'Classes' if self.task == CLASSIFICATION else 'Outputs'}: {_names(self.classes, config.classes)}",
+            f"- {'Classes' if self.task in OF_CLASSES else 'Outputs'}: {_names(self.classes, config.classes)}",
             f"- Preprocessing: {self.preprocess.resize} to {height}×{width}, {self.preprocess.interpolation}, mean "
             f"{list(self.preprocess.mean)}, std {list(self.preprocess.std)}",
             *(f"- {key}: {value}" for key, value in self.provenance.items() if key not in (METRICS, TEACHER)),

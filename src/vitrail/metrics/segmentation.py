@@ -189,6 +189,30 @@ def bootstrap_segmentation(
     return SegmentationIntervals(*intervals)
 
 
+def bootstrap_mean_iou_difference(
+    first: Counts, second: Counts, *, seed: int = 0, resamples: int = RESAMPLES, level: float = 0.95
+) -> Interval:
+    """Return the bootstrap percentile interval of the mean IoU of `second` minus that of `first`.
+
+    Each resample draws the same images for both. The two may have different numbers of pixels and classes.
+    """
+    if len(first) != len(second):
+        raise InputError(f"counts of {len(first):,} and {len(second):,} images; pass those of the same images")
+    both = [_checked(counts).reshape(len(counts), -1).astype(np.float64) for counts in (first, second)]
+    classes = [counts.shape[2] for counts in (first, second)]
+
+    def score(weights: NDArray[np.float64]) -> NDArray[np.float64]:
+        before, after = (
+            _mean_iou(weighted_sums(weights, values).reshape(3, count, len(weights)))
+            for values, count in zip(both, classes, strict=True)
+        )
+        return (after - before)[None]
+
+    estimate = np.array([mean_iou(second) - mean_iou(first)])
+    shape = (len(first), sum(values.shape[1] for values in both))
+    return bootstrap(score, estimate, shape, seed=seed, resamples=resamples, level=level)[0]
+
+
 # ── shared: sums of counts (3, K, …) to scores (…) ──
 
 

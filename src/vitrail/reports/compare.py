@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from vitrail.charts.svg import escape
 from vitrail.checkpoints.bundle import TEACHER
+from vitrail.reports.changes import changed_classes, changed_labels, changed_mask_classes
 from vitrail.reports.curves import curves_of_two
 from vitrail.reports.model import command
 from vitrail.reports.page import (
@@ -23,9 +24,8 @@ from vitrail.reports.pair import TITLE, Pair
 from vitrail.reports.pairs import evaluated_on_same_images, pair_runs
 from vitrail.reports.run_record import Record, settings
 from vitrail.tasks.metrics import Metric, Metrics
-from vitrail.tasks.multilabel_metrics import MultilabelMetrics
 from vitrail.tasks.regression_metrics import RegressionMetrics
-from vitrail.text import as_percent, capitalised, plural, shorten
+from vitrail.text import capitalised, plural, shorten
 
 
 def compare(one: Record, other: Record, unreadable: Sequence[str] = ()) -> str:
@@ -40,8 +40,9 @@ def compare(one: Record, other: Record, unreadable: Sequence[str] = ()) -> str:
         "pairs": lambda: _pairs(one, both, why_not),
         "settings": lambda: _settings(one, other, names),
         "curves": lambda: curves_of_two(one, other, names),
-        "classes": lambda: _classes(one, other, alike=alike),
-        "labels": lambda: _labels(one, other, alike=alike),
+        "classes": lambda: changed_classes(one, other, alike=alike),
+        "labels": lambda: changed_labels(one, other, alike=alike),
+        "mask_classes": lambda: changed_mask_classes(one, other, alike=alike),
         "reproduce": lambda: _reproduce(one, other, names),
     }
     sections = [_numbers(one, other, names, alike=alike), *(made[name]() for name in one.compared_sections)]
@@ -210,79 +211,6 @@ def _setting(settings: dict[str, object], name: str) -> Cell:
     if name not in settings:
         return Cell('<span class="quiet">not set</span>')
     return Cell(f"<code>{escape(str(settings[name]))}</code>")
-
-
-def _classes(one: Record, other: Record, *, alike: bool) -> Section:
-    title = "Classes that changed most"
-    a, b = one.classified, other.classified
-    if not alike:
-        return Section("classes", "Classes", title, absent("Classes are compared only on the same images."))
-    if a is None or b is None:
-        return Section("classes", "Classes", title, absent("A run without a result has no classes to compare."))
-    before = {row.name: row for row in a.per_class}
-    shared = [(before[row.name], row) for row in b.per_class if row.name in before]
-    changes = [(x, y, y.recall - x.recall) for x, y in shared if x.recall is not None and y.recall is not None]
-    if not changes:
-        return Section("classes", "Classes", title, absent("The two runs have no class in common."))
-    changes.sort(key=lambda row: -abs(row[2]))
-    rows = [
-        [
-            Cell(name(x.name)),
-            Cell(as_percent(x.recall), x.recall),
-            Cell(as_percent(y.recall), y.recall),
-            Cell(_coloured(change), change),
-            Cell(f"{y.images:,}", y.images),
-        ]
-        for x, y, change in changes
-    ]
-    columns = [
-        Column("Class"),
-        Column("Recall, A", number=True),
-        Column("Recall, B", number=True),
-        Column("B − A, percentage points", number=True),
-        Column("Images", number=True),
-    ]
-    return Section("classes", "Classes", title, table(columns, rows, caption=title))
-
-
-def _labels(one: Record, other: Record, *, alike: bool) -> Section:
-    title = "Labels that changed most"
-    a, b = one.result, other.result
-    if not alike:
-        return Section("labels", "Labels", title, absent("Labels are compared only on the same images."))
-    if not (isinstance(a, MultilabelMetrics) and isinstance(b, MultilabelMetrics)):
-        return Section("labels", "Labels", title, absent("A run without a result has no labels to compare."))
-    before = {row.name: row for row in a.per_label}
-    shared = [(before[row.name], row) for row in b.per_label if row.name in before]
-    changes = [
-        (x, y, y.average_precision - x.average_precision)
-        for x, y in shared
-        if x.average_precision is not None and y.average_precision is not None
-    ]
-    changes.sort(key=lambda row: -abs(row[2]))
-    rows = [
-        [
-            Cell(name(x.name)),
-            Cell(as_percent(x.average_precision), x.average_precision),
-            Cell(as_percent(y.average_precision), y.average_precision),
-            Cell(_coloured(change), change),
-            Cell(f"{y.images:,}", y.images),
-        ]
-        for x, y, change in changes
-    ]
-    columns = [
-        Column("Label"),
-        Column("Average precision, A", number=True),
-        Column("Average precision, B", number=True),
-        Column("B − A, percentage points", number=True),
-        Column("Images", number=True),
-    ]
-    return Section("labels", "Labels", title, table(columns, rows, caption=title))
-
-
-def _coloured(change: float) -> str:
-    kind = "up" if change > 0 else "down" if change < 0 else "quiet"
-    return f'<span class="{kind}">{points(change)}</span>'
 
 
 def _reproduce(one: Record, other: Record, names: tuple[str, str]) -> Section:

@@ -1,10 +1,14 @@
 """The dataset: findings of the data check, example images, and counts of classes or labels, or ranges of numbers."""
 
+import numpy as np
 from PIL import Image
 
 from vitrail.charts.bars import Bar, bar_chart
 from vitrail.charts.svg import escape
+from vitrail.errors import InputError
 from vitrail.io import ContentError, read_json
+from vitrail.reports.classes import percent_cell
+from vitrail.reports.mask_views import coloured, coloured_names
 from vitrail.reports.page import (
     WIDTH,
     Cell,
@@ -97,10 +101,12 @@ def _samples(run: Record) -> str:
     """Return a few training images of each class, label or range, from the run's samples."""
     kind, column = run.task.kind, _first_column(run)
     groups: dict[str, list[str]] = {}
+    classes = 0 if run.check is None or run.check.targets is None else len(run.check.targets.pixels)
     for sample in read_samples(run.folder):
         image = _opened(sample)
         if image is None:
             continue
+        image = _with_mask(image, sample, classes)
         image.thumbnail((SMALL, SMALL))
         of = f"with {column} {sample.label}" if kind == "values" else f"of {sample.label}"
         groups.setdefault(sample.label, []).append(embedded_image(image, f"a training image {of}"))
@@ -119,6 +125,8 @@ def _grouped(run: Record, groups: int) -> str:
     """Say how the example images are grouped, unless each class has some."""
     if run.task.kind == "labels":
         return "Each is shown under the rarest of its labels."
+    if run.task.kind == "masks":
+        return "Each is shown in the colours of its mask, under the rarest of its classes."
     if run.task.kind == "values":
         return f"They are grouped by {_first_column(run)}."
     classes = groups if run.check is None else len(_class_names(run.check))
@@ -129,6 +137,18 @@ def _first_column(run: Record) -> str:
     """Return the column by whose numbers the images are grouped."""
     facts = None if run.check is None else run.check.targets
     return facts.columns[0].name if facts is not None and facts.columns else "the first column"
+
+
+def _with_mask(image: Image.Image, sample: Sample, classes: int) -> Image.Image:
+    """Return a sample in the colours of its mask, if it has one."""
+    if sample.mask is None:
+        return image
+    try:
+        with Image.open(sample.mask, formats=("PNG",)) as opened:
+            mask = np.array(opened, np.uint8)
+        return Image.fromarray(coloured(np.asarray(image), mask, classes))
+    except (OSError, ValueError, SyntaxError, InputError):  # such as another size
+        return image
 
 
 def _opened(sample: Sample) -> Image.Image | None:
@@ -173,15 +193,24 @@ def _counts(check: Check) -> str:
     images = {split: sum(check.counts[split].values()) for split in splits}
     if check.targets is not None:  # an image has any number of labels
         images |= check.targets.images
-    total = [Cell("all images"), *(Cell(f"{images[split]:,}") for split in splits)]
+    pixels = [] if check.targets is None else check.targets.pixels
+    shares = {one.name: one.share for one in pixels}
+    coloured_name = coloured_names([one.name for one in pixels])
+    names.sort(key=lambda one: -shares.get(one, 0.0))
     rows = [
         [
-            Cell(name(one)),
+            Cell(coloured_name.get(one, name(one)), one),
+            *([percent_cell(shares.get(one))] if pixels else []),
             *(Cell(f"{check.counts[split].get(one, 0):,}", check.counts[split].get(one, 0)) for split in splits),
         ]
         for one in names
     ]
-    columns = [Column(_grouped_by(check)), *(Column(split, number=True) for split in splits)]
+    columns = [
+        Column(_grouped_by(check)),
+        *([Column("% of pixels", number=True, hint="of all labelled pixels")] if pixels else []),
+        *(Column(split, number=True, hint="images with pixels of the class" if pixels else "") for split in splits),
+    ]
+    total = [Cell("all images"), *([Cell("")] if pixels else []), *(Cell(f"{images[split]:,}") for split in splits)]
     return table(columns, rows, foot=total, caption="Images by split")
 
 

@@ -97,13 +97,13 @@ def image_cards(artifacts: RunArtifacts, cards: Sequence[ImageCard], missing: se
     return f'<ul class="mistakes">{"".join(drawn)}</ul>'
 
 
-def image_notes(artifacts: RunArtifacts, missing: set[str]) -> str:
+def image_notes(artifacts: RunArtifacts, missing: set[str], what: str = "images or maps") -> str:
     """Return why images or maps are missing; empty if none are."""
     if artifacts.source is None:
         return absent(artifacts.why_no_images)
     if artifacts.bundle is None:
         return absent(artifacts.why_no_bundle)
-    return absent(f"Some images or maps are missing: {'; '.join(sorted(missing)[:3])}.") if missing else ""
+    return absent(f"Some {what} are missing: {'; '.join(sorted(missing)[:3])}.") if missing else ""
 
 
 def stored_image(artifacts: RunArtifacts, index: int, image_name: str, true: Truth) -> str:

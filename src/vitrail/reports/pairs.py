@@ -1,11 +1,13 @@
 """Pair the predictions of two runs of one task for the same images."""
 
 from vitrail.reports.label_pair import LabelPair
+from vitrail.reports.mask_pair import MaskPair
 from vitrail.reports.pair import ClassPair, Pair
 from vitrail.reports.run_record import Record
 from vitrail.reports.test_predictions import (
     ClassPredictions,
     LabelPredictions,
+    MaskPredictions,
     StoredPredictions,
     ValuePredictions,
     read_predictions,
@@ -19,7 +21,7 @@ def pair_runs(one: Record, other: Record) -> tuple[Pair | None, str]:
     second, why_not = read_predictions(other) if first is not None else (None, "")
     if first is None or second is None:
         return None, why or why_not
-    if first.images != second.images:
+    if not first.same_images(second):
         return None, _why_not_the_same(first, second)
     if isinstance(first, ClassPredictions) and isinstance(second, ClassPredictions):
         return ClassPair(first, second), ""
@@ -27,6 +29,8 @@ def pair_runs(one: Record, other: Record) -> tuple[Pair | None, str]:
         return LabelPair(first, second), ""
     if isinstance(first, ValuePredictions) and isinstance(second, ValuePredictions):
         return ValuePair(first, second), ""
+    if isinstance(first, MaskPredictions) and isinstance(second, MaskPredictions):
+        return MaskPair(first, second, other.folder), ""
     return None, "The runs have different tasks."
 
 
@@ -34,7 +38,7 @@ def evaluated_on_same_images(one: Record, other: Record) -> bool:
     """Whether two runs were evaluated on the same images, by their digests or else by their recorded names."""
     first, second = read_predictions(one)[0], read_predictions(other)[0]
     if first is not None and second is not None:
-        return first.images == second.images
+        return first.same_images(second)
     there, here = (_recorded_names(run) for run in (one, other))
     return bool(there) and there == here and one.data == other.data
 
@@ -48,6 +52,11 @@ def _why_not_the_same(first: StoredPredictions, second: StoredPredictions) -> st
     both = (first, second)
     if first.digests == second.digests and all(isinstance(one, ValuePredictions) for one in both):
         return "The two runs were evaluated on the same images, but predict other columns or have other true values."
+    if first.digests == second.digests and all(isinstance(one, MaskPredictions) for one in both):
+        return (
+            "The two runs were evaluated on the same images, but their masks differ. Masks are compared as the models "
+            "see them, resized and cropped."
+        )
     if first.digests == second.digests:
         return "The two runs were evaluated on the same images, but with different labels."
     return (

@@ -13,6 +13,7 @@ from vitrail.reports.curves import curves
 from vitrail.reports.data import data, unreadable_samples
 from vitrail.reports.internals import inside
 from vitrail.reports.labels import label_mistakes, labels
+from vitrail.reports.masks import mask_classes, masks
 from vitrail.reports.mistakes import mistakes
 from vitrail.reports.model import model_summary, reproduce
 from vitrail.reports.page import GENERATOR, Section, page, warnings
@@ -34,6 +35,8 @@ SECTIONS: dict[str, Callable[[RunArtifacts], Section]] = {
     "labels": labels,
     "predictions": predictions,
     "errors": errors,
+    "masks": masks,
+    "mask_classes": mask_classes,
     "previews": lambda artifacts: previews(artifacts.run),
     "use": lambda artifacts: next_steps(artifacts.run),
     "settings": lambda artifacts: chosen_settings(artifacts.run),

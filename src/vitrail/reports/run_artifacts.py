@@ -33,8 +33,8 @@ SIDE, LARGE = 208, 480
 """Longer side of small and of large images on the page, in pixels."""
 SHOW_PREDICTIONS = {"labels", "label_mistakes", "predictions"}
 """The sections that read the predictions of single images."""
-Truth = str | frozenset[str] | Mapping[str, float]
-"""What an image is labelled with: a class, labels, or the numbers of columns."""
+Truth = str | frozenset[str] | Mapping[str, float] | None
+"""What an image is labelled with: a class, labels, or the numbers of columns; None for a mask."""
 
 
 # ── model and images ──
@@ -99,8 +99,8 @@ class RunArtifacts:
         if isinstance(true, str):
             place = self.class_indices.get(true)
             return self.source is not None and self.targets is None and self.source.labels[index] == place
-        if self.targets is None:
-            return False
+        if self.targets is None or true is None:
+            return self.targets is not None and self.targets.kind == "masks"
         row = dict(zip(self.targets.names, self.targets.values[index].tolist(), strict=True))
         if isinstance(true, frozenset):
             return self.targets.kind == "labels" and {label for label, has in row.items() if has} == true

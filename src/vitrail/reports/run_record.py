@@ -84,15 +84,26 @@ class ColumnFacts(BaseModel):
     """Images without a number."""
 
 
+class PixelFacts(BaseModel):
+    """A class of the pixels in masks."""
+
+    name: str
+    images: int
+    share: float
+    """Its fraction of the labelled pixels of all images."""
+
+
 class TargetFacts(BaseModel):
-    """The labels or numbers of the images."""
+    """The labels, numbers or masks of the images."""
 
     images: dict[str, int]
     """Images by split."""
     labels: LabelFacts | None = None
-    """None for numbers."""
+    """None for numbers and masks."""
     columns: list[ColumnFacts] = []
-    """Empty for labels."""
+    """Empty for labels and masks."""
+    pixels: list[PixelFacts] = []
+    """The classes of masks, in the order of their indices."""
 
 
 class Check(BaseModel):
@@ -103,7 +114,7 @@ class Check(BaseModel):
     checked: int
     not_checked: list[str] = []
     counts: dict[str, dict[str, int]]
-    """Images by split and class or label; of numbers, by range of the first column."""
+    """Images by split and class, label, or class of their pixels; of numbers, by range of the first column."""
     targets: TargetFacts | None = None
     """None if each image has a class."""
     findings: list[Finding]

@@ -10,11 +10,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitrail.errors import InputError
+from vitrail.metrics.segmentation import Counts, mean_iou_of_each
 from vitrail.reports.run_record import Record
 from vitrail.tasks.classification import Classification
 from vitrail.tasks.multilabel import Multilabel
 from vitrail.tasks.regression import Regression
+from vitrail.tasks.segmentation import Segmentation
 from vitrail.training.run_folder import TEST_PREDICTIONS
+
+SIMILAR = 0.05
+"""The fraction of the pixels, on average, that masks of two sizes may differ by and still count as the same."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -36,6 +42,10 @@ class StoredPredictions(ABC):
         """The images and their labels."""
         # By content: the same data may be at another path, and other data may have the same file names.
         return list(zip(self.digests, self.truths, strict=True))
+
+    def same_images(self, other: "StoredPredictions") -> bool:
+        """Whether the others are predictions for the same images with the same labels."""
+        return self.images == other.images
 
     @cached_property
     def rows(self) -> dict[int, int]:
@@ -100,6 +110,43 @@ class ValuePredictions(StoredPredictions):
         return [(named, tuple(row)) for row in self.true[:, order].tolist()]
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MaskPredictions(StoredPredictions):
+    """The predictions of a segmentation model, as pixels of each class in each image."""
+
+    classes: tuple[str, ...]
+    counts: Counts
+    """(N, 3, K): the correct, predicted and true pixels, at the size of the model's input."""
+    mean_iou: NDArray[np.float64]
+    """(N,); NaN for an image without labelled pixels."""
+
+    @property
+    def truths(self) -> Sequence[Hashable]:
+        """The pixels of each class in each mask."""
+        return [tuple(row) for row in self.true(sorted(self.classes)).tolist()]
+
+    def true(self, classes: Sequence[str]) -> NDArray[np.int64]:
+        """Return the true pixels of some classes (N, K'); 0 for a class that the model does not have."""
+        places = {name: place for place, name in enumerate(self.classes)}
+        none = np.zeros(len(self.counts), np.int64)
+        return np.stack([self.counts[:, 2, places[name]] if name in places else none for name in classes], axis=1)
+
+    def same_images(self, other: StoredPredictions) -> bool:
+        """Whether the others are predictions for the same images with the same masks.
+
+        Models with inputs of different sizes see the same mask with different numbers of pixels. Then the shares of the
+        classes have to be similar.
+        """
+        if not isinstance(other, MaskPredictions) or self.digests != other.digests or not self.digests:
+            return False
+        every = sorted({*self.classes, *other.classes})
+        ours, theirs = self.true(every), other.true(every)
+        if (ours.sum(axis=1) == theirs.sum(axis=1)).all():
+            return bool((ours == theirs).all())
+        shares = [pixels / np.maximum(pixels.sum(axis=1, keepdims=True), 1) for pixels in (ours, theirs)]
+        return float(np.abs(shares[0] - shares[1]).sum(axis=1).mean() / 2) <= SIMILAR
+
+
 def read_predictions(run: Record) -> tuple[StoredPredictions | None, str]:
     """Return the predictions of a run for its test images, or the reason why they are missing."""
     path = run.folder / TEST_PREDICTIONS
@@ -128,7 +175,7 @@ def read_predictions(run: Record) -> tuple[StoredPredictions | None, str]:
     except KeyError as error:  # pyarrow's message names the column
         column = str(error.args[0])
         return None, f"{path} has no column {column!r}; rerun the same train command to write it again."
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, InputError) as error:
         return None, f"{path} cannot be read: {str(error).splitlines()[0]}"
 
 
@@ -202,4 +249,20 @@ def _values(table: Any) -> ValuePredictions:
     return ValuePredictions(**_common(table), columns=columns, true=numbers("true"), predicted=numbers("predicted"))
 
 
-_PARSERS = {Classification.name: _classes, Multilabel.name: _labels, Regression.name: _values}
+def _masks(table: Any) -> MaskPredictions:
+    classes = _outputs(table)
+
+    def pixels(kind: str) -> NDArray[np.int64]:
+        flat = _column(table, f"{kind}_pixels").combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        return np.asarray(flat.astype(np.int64).reshape(table.num_rows, len(classes)))
+
+    counts = np.stack([pixels(kind) for kind in ("correct", "predicted", "true")], axis=1)
+    return MaskPredictions(**_common(table), classes=classes, counts=counts, mean_iou=mean_iou_of_each(counts))
+
+
+_PARSERS = {
+    Classification.name: _classes,
+    Multilabel.name: _labels,
+    Regression.name: _values,
+    Segmentation.name: _masks,
+}

@@ -159,7 +159,10 @@ class Segmentation(Task):
         "loss": LOSS._replace(name="loss", key="val_loss"),
     }
     rows: ClassVar[RowFormat] = MaskRows()
-    sections: ClassVar[tuple[str, ...]] = ("tables", "curves", "model", "data", "reproduce")
+    sections: ClassVar[tuple[str, ...]] = (
+        "masks", "mask_classes", "curves", "model", "inside", "data", "reproduce",
+    )  # fmt: skip
+    compared_sections: ClassVar[tuple[str, ...]] = ("pairs", "settings", "curves", "mask_classes", "reproduce")
     losses: ClassVar[tuple[str, ...]] = ("softmax",)
     settings: ClassVar[frozenset[str]] = frozenset({"objective.label_smoothing", "objective.class_weights"})
     metrics: ClassVar[type[SegmentationMetrics]] = SegmentationMetrics
