@@ -97,7 +97,8 @@ def adapted(
     # Its metrics are those of the original model on other data.
     provenance = {key: value for key, value in pretrained.provenance.items() if key != METRICS}
     model = _with_fields(pretrained.model.config, config, weights)
-    bundle = Bundle(model, pretrained.preprocess, pretrained.classes, provenance, task=pretrained.task)
+    classes = pretrained.classes if model.config.classes else None
+    bundle = Bundle(model, pretrained.preprocess, classes, provenance, task=pretrained.task)
     adapt(
         bundle,
         image_size=config.image_size,
