@@ -12,6 +12,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Triton reads it when it is imported, which a test of something else may do first.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Some tests import it themselves. It would start a thread that sends to its makers, in processes that fork.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 # Several pytest processes share the machine; one thread each is fastest, for the processes that they start, too.
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)

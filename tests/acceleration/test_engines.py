@@ -1,16 +1,20 @@
 """Every engine gives the model's outputs."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from tests.support import forked_commands
 from tests.support.peers import relative_error
 from tests.support.tiny_models import CPU, KINDS, bundle, eager, pixels
 
 from vitrail import Bundle
 from vitrail.acceleration.casting import cast_once
 from vitrail.acceleration.engine import open_engine
+from vitrail.acceleration.export.graph import NO_TELEMETRY
 from vitrail.acceleration.export.openvino import core
 from vitrail.errors import ConfigError
 from vitrail.runtime import autocast
@@ -117,3 +121,19 @@ print("alive")
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
+
+
+def test_no_telemetry(tmp_path: Path) -> None:
+    """ONNX Runtime would leave an identifier of the machine in both folders, and start a thread that sends it."""
+    code = """
+import os, sys
+from vitrail.acceleration.export.graph import require
+assert "onnxruntime" not in sys.modules
+threads = len(os.listdir("/proc/self/task"))
+require("onnxruntime", "onnx").get_available_providers()
+assert len(os.listdir("/proc/self/task")) == threads
+"""
+    environment = {key: value for key, value in os.environ.items() if key not in NO_TELEMETRY}
+    done = forked_commands.run(code=code, environment={**environment, "HOME": str(tmp_path), "TMPDIR": str(tmp_path)})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(tmp_path.iterdir()) == []

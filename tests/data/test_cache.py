@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import signal
 import time
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from vitrail.data.cache import CacheSize, cached
 from vitrail.data.decode import decode
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.folders import open_folder
-from vitrail.data.sources.source import Arrays
+from vitrail.data.sources.source import Arrays, Pixels
 from vitrail.data.stream import Stream
 from vitrail.errors import DataError
 from vitrail.io import lock_file
@@ -166,6 +167,17 @@ def test_an_unwritable_folder(files: JpegSource, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match=r"the cache .* could not be written: Not a directory; train without a cache"):
         cached(files, SIZE, folder=tmp_path / "file")
+
+
+def test_a_killed_worker_is_one_sentence(tmp_path: Path) -> None:
+    class Deadly(JpegSource):
+        def read(self, index: int) -> bytes | Pixels:
+            if index == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().read(index)
+
+    with pytest.raises(DataError, match=r"^a data loading worker died .*, most often because memory ran out"):
+        cached(Deadly(6), SIZE, folder=tmp_path, workers=2)
 
 
 def test_two_processes_do_not_write_at_once(files: JpegSource, tmp_path: Path) -> None:

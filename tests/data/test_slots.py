@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 
 from vitrail.data.batches import prefetch
 from vitrail.data.slots import empty_buffer
+from vitrail.errors import DataError
 
 
 class Made(NamedTuple):
@@ -56,3 +57,9 @@ def test_items_arrive_as_they_were_made(batch_bytes: int, workers: int, method: 
             assert actual.dtype == wanted.dtype
             assert not actual.is_shared()
         assert one.permuted.stride() == expected.permuted.stride()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_too_little_memory(method: str) -> None:
+    with pytest.raises(DataError, match=r"^the batches of 1 data loading worker need 30 TB of shared memory, .*; use"):
+        next(prefetch(Making(), iter(range(15)), workers=1, method=method, batch_bytes=10**13))

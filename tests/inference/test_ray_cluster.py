@@ -1,6 +1,8 @@
 """Options for Ray, the division of a cluster, and clusters that cannot be used."""
 
+import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -91,6 +93,7 @@ def test_options_that_do_not_fit_ray(run: RunCommand, tmp_path: Path, words: tup
 def test_a_cluster_that_cannot_be_reached(run: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One sentence, and nothing is written, whether nothing or something else listens at the address."""
     monkeypatch.setattr(ray_cluster, "SECONDS", 8)
+    monkeypatch.setattr(ray_cluster, "HEALTH_SECONDS", 8)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     tiny_bundle().save(tmp_path / "bundle")
     tiny_images(tmp_path / "images", 1)
@@ -102,3 +105,37 @@ def test_a_cluster_that_cannot_be_reached(run: RunCommand, tmp_path: Path, monke
             assert (done.code, done.err.count("\n")) == (2, 1)
             assert f"the Ray cluster at {address} cannot be reached" in done.err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_cluster_with_a_token(tmp_path: Path) -> None:
+    """A cluster that `ray start` has started, by its address: without its token one sentence, with it rows."""
+    tiny_bundle().save(tmp_path / "bundle")
+    tiny_images(tmp_path / "images", 3)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
+    # Without a token that another test or the user may have left; its sockets need a short path.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    environment |= {"HOME": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "0"}
+    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus", "1"]
+    start += ["--node-ip-address", "127.0.0.1", "--port", address.rpartition(":")[2], "--include-dashboard", "false"]
+    words = [sys.executable, "-m", "vitrail", "predict", "bundle", "images", "-o", "out", "--device", "cpu"]
+    words += ["--ray", address]
+
+    def predict(more: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            words, cwd=tmp_path, env={**environment, **more}, capture_output=True, text=True, check=False, timeout=300
+        )
+
+    with subprocess.Popen(start, env={**environment, **token}, stdout=subprocess.PIPE, text=True) as head:
+        try:
+            assert head.stdout is not None
+            assert any("Ray runtime started" in line for line in head.stdout)
+            refused, done = predict({}), predict(token)
+        finally:
+            head.terminate()
+    assert refused.returncode == 2, refused.stderr
+    assert f"the Ray cluster at {address} requires its authentication token; set RAY_AUTH_MODE=token" in refused.stderr
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "part-000000.parquet").is_file()

@@ -124,8 +124,10 @@ def test_a_killed_driver_is_resumed(cluster: Any, images: Path, tmp_path: Path) 
     driver.kill()
     _, errors = driver.communicate()
     assert driver.returncode == -signal.SIGKILL, errors
+    end = time.monotonic() + 120
     while processes_of(tmp_path):  # Ray ends them soon
         time.sleep(0.1)
+        assert time.monotonic() < end
     for process in processes_of(tmp_path, b"ray::"):  # Ray leaves two agents of its own behind
         os.kill(process, signal.SIGKILL)
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("part-*")}

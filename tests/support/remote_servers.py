@@ -23,6 +23,7 @@ from PIL import Image
 from vitrail.data.sources.source import digits
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+PIECE = 2**20
 
 
 @dataclass
@@ -45,6 +46,8 @@ class FileServer:
     """Code and message of an S3 error; as at S3, in the bodies of responses to GET requests only."""
     requests: list[tuple[str, str, str]] = field(default_factory=list)
     """Method, path and range of every request."""
+    sent: int = 0
+    """Bytes of files that were written to connections."""
     hub: str = ""
     """If set, the name of a dataset: the files are served as by the Hugging Face Hub."""
     url: str = ""
@@ -135,7 +138,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
                 return
             file.seek(start)
-            self.wfile.write(file.read(stop - start))
+            while start < stop:
+                self.wfile.write(file.read(min(PIECE, stop - start)))
+                start += PIECE
+                files.sent += PIECE
 
     def _describe(self) -> None:
         """Describe a dataset, or list its files."""

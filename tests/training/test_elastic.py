@@ -34,7 +34,8 @@ def test_ten_random_kills(tmp_path: Path) -> None:
         while steps(folder) <= before:  # every kill leaves at least one more step
             time.sleep(0.02)
             assert process.poll() is None, f"the run ended with code {process.returncode} after {kills} kills"
-        time.sleep(generator.random() * 0.2)
+        if steps(folder) < 4 * kills:  # on a fast machine, the run could end before the last kill
+            time.sleep(generator.random() * 0.2)
         ranks = ranks_of(folder)
         if len(ranks) == 2:
             os.kill(int(generator.choice(ranks)), signal.SIGKILL)

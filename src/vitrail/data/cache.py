@@ -14,13 +14,14 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
+from vitrail.data.batches import prefetch
 from vitrail.data.decode import extent, open_image
 from vitrail.data.preprocess import resized_size
 from vitrail.data.sources.index_files import Progress, cache_folder, load_index, save_index
@@ -194,10 +195,8 @@ def _decoded(
 
     If remote storage fails, that is raised: without its pixels in the cache, an image would be used in its full size.
     """
-    loader = DataLoader(
-        _Small(source, size), batch_size=None, sampler=indices.tolist(), num_workers=workers, collate_fn=_return_item
-    )
-    for index, made in zip(indices.tolist(), loader, strict=True):
+    numbers = indices.tolist()
+    for index, made in zip(numbers, prefetch(_Small(source, size), numbers, workers=workers), strict=True):
         if isinstance(made, StorageError):
             raise made
         yield index, made
@@ -234,10 +233,6 @@ def _smaller(pixels: Pixels, target: tuple[int, int], covered: tuple[float, floa
         return np.asarray(Image.fromarray(pixels).resize(target, Image.Resampling.BICUBIC, box=box))
     layers = (Image.fromarray(np.ascontiguousarray(layer)) for layer in pixels.transpose(2, 0, 1))
     return np.stack([np.asarray(layer.resize(target, Image.Resampling.BICUBIC, box=box)) for layer in layers], axis=2)
-
-
-def _return_item(made: Any) -> Any:
-    return made
 
 
 def _cache_key(source: Source, size: CacheSize) -> str:

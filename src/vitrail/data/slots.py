@@ -22,6 +22,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
+from vitrail.errors import DataError
+from vitrail.text import byte_size, first_line, plural
+
 PER_WORKER = 3
 """Slots of each worker: two batches are prefetched, and one is being copied by the caller."""
 PAGE, ALIGNMENT = 4096, 64
@@ -53,11 +56,18 @@ class Slots:
         """Allocate slots of `size` bytes for some workers, which start by this method, or by the default one."""
         length = (1 + -(-size // PAGE)) * PAGE  # one page more, for the alignment of several buffers
         count = PER_WORKER * workers
-        if (method or multiprocessing.get_start_method()) == "fork":
-            # Taken page by page when a worker first writes to it, and without the limit of /dev/shm.
-            memory = torch.frombuffer(mmap.mmap(-1, count * length), dtype=torch.uint8)
-        else:
-            memory = torch.empty(count * length, dtype=torch.uint8).share_memory_()
+        try:
+            if (method or multiprocessing.get_start_method()) == "fork":
+                # Taken page by page when a worker first writes to it, and without the limit of /dev/shm.
+                memory = torch.frombuffer(mmap.mmap(-1, count * length), dtype=torch.uint8)
+            else:
+                memory = torch.empty(count * length, dtype=torch.uint8).share_memory_()
+        except (OSError, RuntimeError) as error:
+            raise DataError(
+                f"the batches of {plural(workers, 'data loading worker')} need {byte_size(count * length)} of shared "
+                f"memory, which cannot be allocated ({getattr(error, 'strerror', None) or first_line(error)}); use "
+                f"fewer workers or a smaller batch"
+            ) from None
         return cls(memory.view(count, length))
 
     def numbered(self, keys: Iterable[Any]) -> Iterator[tuple[int, Any]]:

@@ -15,8 +15,9 @@ from vitrail.errors import ConfigError
 from vitrail.models.checks import as_int
 
 LOCAL, AUTO, CLIENT = "local", "auto", "ray://"
-SECONDS = 20
-"""How long to wait for a cluster to respond."""
+SECONDS, HEALTH_SECONDS = 20, 60
+"""How long to wait for a connection to a cluster, and for Ray's health check, which on a busy machine takes 10 s to
+start."""
 CORES = 8
 """CPUs of a worker without a GPU, if there are as many: more threads would share layers instead of batches."""
 _ADDRESS = re.compile(r"(?:ray://)?(\[[^\]]+\]|[^:/\s]+):(\d{1,5})")
@@ -96,9 +97,9 @@ def _check_reachable(address: str) -> None:
         return  # Ray's client has a timeout of its own
     command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
     try:
-        checked = subprocess.run(command, capture_output=True, timeout=SECONDS, check=False)
+        checked = subprocess.run(command, capture_output=True, timeout=HEALTH_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        raise _unreachable(address, f"it did not respond like a Ray cluster within {SECONDS} s") from None
+        raise _unreachable(address, f"it did not respond like a Ray cluster within {HEALTH_SECONDS} s") from None
     if b"AuthenticationError" in checked.stderr:  # by default, Ray from 2.60 on protects what `ray start` starts
         raise ConfigError(
             f"the Ray cluster at {address} requires its authentication token; set RAY_AUTH_MODE=token and "

@@ -129,6 +129,19 @@ def test_a_server_without_ranges(server: FileServer) -> None:
     server.ranges = False
     with pytest.raises(DataError, match="ignores range requests; download the file, or use another server"):
         fetch(f"{server.url}/a.bin", 0, 10)
+    assert fetch(f"{server.url}/a.bin", 0, len(CONTENT)) == CONTENT  # a file of one block
+
+
+def test_a_large_file_of_a_server_without_ranges_is_not_downloaded(server: FileServer, tmp_path: Path) -> None:
+    """It would have to fit into memory."""
+    size, server.ranges = 2**28, False
+    with (tmp_path / "files" / "large.bin").open("wb") as file:
+        file.truncate(size)
+    for start in (0, size // 2):
+        with pytest.raises(DataError, match="ignores range requests"):
+            fetch(f"{server.url}/large.bin", start, 1000)
+    assert server.sent < size // 4  # what fits the buffers of the connections
+    assert [request[0] for request in server.requests] == ["GET"] * 2
 
 
 @pytest.mark.parametrize("gigabytes", ["1", "0"])

@@ -5,6 +5,7 @@ import copy
 import importlib
 import io
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,11 +33,15 @@ TRACED_BATCH = 3
 
 # ── optional packages ──
 
+NO_TELEMETRY = ("ORT_DISABLE_TELEMETRY", "NNCF_CI")
+"""Environment variables that ONNX Runtime and NNCF read once, at their import: where they are set, nothing is sent to
+their makers, and no thread for that is started."""
+
 
 def require(package: str, extra: Extra) -> ModuleType:
     """Import a package, or raise with the command that installs it."""
     try:
-        with quiet():
+        with quiet(), _without_telemetry():
             return importlib.import_module(package)
     except ModuleNotFoundError as error:
         if error.name != package:
@@ -48,6 +53,17 @@ def require(package: str, extra: Extra) -> ModuleType:
 
 def _install_hint(what: str, extra: Extra) -> str:
     return f"{what}; install it with pip install 'vitrail[{extra}]'"
+
+
+@contextlib.contextmanager
+def _without_telemetry() -> Iterator[None]:
+    names = [name for name in NO_TELEMETRY if name not in os.environ]
+    os.environ.update(dict.fromkeys(names, "1"))
+    try:
+        yield
+    finally:
+        for name in names:
+            del os.environ[name]
 
 
 @contextlib.contextmanager

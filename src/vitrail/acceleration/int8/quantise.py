@@ -10,9 +10,8 @@ both open the result.
 import contextlib
 import io
 import logging
-import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,8 +26,6 @@ from vitrail.errors import CheckpointError
 from vitrail.text import first_line
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime", "openvino", "nncf")
-WITHOUT_TELEMETRY = "NNCF_CI"
-"""An environment variable; where it is set, NNCF sends nothing to its makers."""
 
 
 def require_packages() -> None:
@@ -82,21 +79,7 @@ def _settings(nncf: Any) -> Any:
 
 
 def _nncf() -> ModuleType:
-    with _set(WITHOUT_TELEMETRY, "1"):  # it is read once, at the import
-        nncf = require("nncf", "int8")
+    nncf = require("nncf", "int8")
     # Not nncf.set_log_level, which also sets the level of the logger's handlers: they may not be its own.
     logging.getLogger("nncf").setLevel(logging.ERROR)
     return nncf
-
-
-@contextlib.contextmanager
-def _set(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

@@ -125,7 +125,12 @@ def fetch(url: str, start: int, size: int) -> bytes:
         return b""
 
     def once() -> bytes:
-        content: bytes = _filesystem(url).cat_file(url, start=start, end=start + size)
+        filesystem = _filesystem(url)
+        if url.lower().startswith("http"):
+            sync = importlib.import_module("fsspec.asyn").sync
+            content: bytes = sync(filesystem.loop, _http_range, filesystem, url, start, size)
+        else:
+            content = filesystem.cat_file(url, start=start, end=start + size)
         if len(content) > size:
             raise DataError(
                 f"the server of {printable_path(url)} ignores range requests; download the file, or use another server"
@@ -135,6 +140,22 @@ def fetch(url: str, start: int, size: int) -> bytes:
         return content
 
     return _retried(url, once)
+
+
+async def _http_range(filesystem: Any, url: str, start: int, size: int) -> bytes:
+    """Return a range; a few more bytes if the server ignores ranges: the whole file may not fit into memory."""
+    session = await filesystem.set_session()
+    headers = {**filesystem.kwargs.get("headers", {}), "Range": f"bytes={start}-{start + size - 1}"}
+    chunks, received = list[bytes](), 0
+    async with session.get(filesystem.encode_url(url), **{**filesystem.kwargs, "headers": headers}) as response:
+        response.raise_for_status()
+        async for chunk in response.content.iter_any():
+            chunks.append(chunk)
+            received += len(chunk)
+            if received > size:
+                response.close()
+                break
+    return b"".join(chunks)
 
 
 def matches(pattern: str) -> list[str]:
