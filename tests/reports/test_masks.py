@@ -290,6 +290,14 @@ def test_samples_are_shown_in_the_colours_of_their_masks(masks_run: Path, tmp_pa
     assert np.abs(first_sample() - tinted).mean() > 20, "without its mask, the image is shown as it is"
 
 
+def test_the_model_card_names_task_and_classes(masks_run: Path) -> None:
+    card = (masks_run / "best" / "README.md").read_text()
+    assert "tags: [image-segmentation, vision-transformer]" in card
+    assert "- Task: segmentation" in card
+    assert "- Classes: 3 (" in card
+    assert "| mean IoU | " in card
+
+
 # ── two runs ──
 
 
