@@ -15,6 +15,7 @@ from vitrail.errors import InputError
 from vitrail.metrics import resampling
 from vitrail.metrics.intervals import wilson_interval
 from vitrail.metrics.segmentation import (
+    bootstrap_mean_iou_difference,
     bootstrap_segmentation,
     count_pixels,
     count_pixels_of_each,
@@ -283,6 +284,26 @@ def test_intervals_match_resampled_images(case: tuple[int, int, int, bool]) -> N
             assert (low, high) == pytest.approx((min(ends[0], estimate), max(ends[1], estimate)), abs=1e-9)
 
 
+@settings(derandomize=True, deadline=None, max_examples=20)
+@given(cases)
+def test_the_difference_draws_the_same_images_for_both(case: tuple[int, int, int, bool]) -> None:
+    seed, images, classes, ignored = case
+    first = counted(*drawn(seed, images, classes, ignored), classes)
+    second = counted(*drawn(seed + 1, images, classes, ignored), classes)
+    more = np.concatenate([4 * second, np.zeros_like(second[:, :, :1])], axis=2)  # another size, and one more class
+    draws = np.random.default_rng(seed).integers(0, images, (40, images))
+    apart = [mean_iou(second[i]) - mean_iou(first[i]) for i in draws]
+    estimate = mean_iou(second) - mean_iou(first)
+    low, high = bootstrap_mean_iou_difference(first, more, seed=seed, resamples=40)
+    if math.isnan(estimate):
+        assert math.isnan(low)
+        assert math.isnan(high)
+        return
+    ends = np.nanquantile(apart, [0.025, 0.975])
+    assert (low, high) == pytest.approx((min(ends[0], estimate), max(ends[1], estimate)), abs=1e-9)
+    assert bootstrap_mean_iou_difference(first, first, seed=seed, resamples=40) == pytest.approx((0, 0), abs=1e-12)
+
+
 def test_intervals_cover_the_truth() -> None:
     rng, covered = np.random.default_rng(0), np.zeros(2)
     true = rng.integers(0, 4, (5000, 6, 6))
@@ -336,6 +357,8 @@ GOOD, MAPS = np.array([[[1], [2], [2]]]), np.zeros((2, 3), int)
         (lambda: mean_iou_of_each(GOOD[:, ::-1]), "correct pixels of a class are fewer than 0, or more than"),
         (lambda: mean_dice(-GOOD), "fewer than 0"),
         (lambda: bootstrap_segmentation(GOOD, level=1), "level"),
+        (lambda: bootstrap_mean_iou_difference(GOOD, GOOD.repeat(2, axis=0)), "counts of 1 and 2 images"),
+        (lambda: bootstrap_mean_iou_difference(GOOD, -GOOD), "fewer than 0"),
     ],
 )
 def test_invalid_arguments(call: Callable[[], object], message: str) -> None:

@@ -23,7 +23,7 @@ from vitrail.data.sources.targets import Targets
 from vitrail.metrics.intervals import bootstrap_mean
 from vitrail.metrics.segmentation import count_pixels, mean_iou, mean_iou_of_each
 from vitrail.reports.mask_pair import MaskPair, renumbered
-from vitrail.reports.mask_views import WRONG, MaskReader, coloured, marked
+from vitrail.reports.mask_views import WRONG, MaskReader, coloured, legend, marked
 from vitrail.reports.pairs import evaluated_on_same_images, pair_runs
 from vitrail.reports.report import report
 from vitrail.reports.run_artifacts import open_artifacts
@@ -174,6 +174,17 @@ def test_names_are_escaped_and_the_page_is_small(page: Page) -> None:
     assert len(page.html) < 1_000_000
 
 
+def test_a_legend_of_many_classes_has_only_those_that_are_shown() -> None:
+    names = [f"class {number}" for number in range(100)]
+    assert legend(names[:24], {3}).count("<li>") == 24
+    few = legend(names, {3, 98})
+    assert re.findall("<bdi>(.*?)</bdi>", few) == ["class 3", "class 98"]
+    assert f"#{bytes(palette(100)[98]).hex()}" in few
+    many = legend(names, set(range(40)))
+    assert many.count("<bdi>") == 24
+    assert "and 16 more" in many
+
+
 def test_few_images_are_not_shown_twice(bare: Path) -> None:
     page = Page(report(with_result(bare, classes=3, images=4)))
     html = section(page, "masks")
@@ -252,7 +263,7 @@ def test_many_classes_stay_readable(bare: Path) -> None:
     assert html.count('class="chart"') == 2, "the weakest and the best"
     assert "Lowest IoU" in text
     assert "Highest IoU" in text
-    assert "The test images have no pixel of 1 class." in text
+    assert "The evaluated images have no pixel of 1 class." in text
     assert all(f"number {number} " in text for number in range(60))
     assert text.rindex("number 59 ") > max(text.rindex(f"number {number} ") for number in range(59)), "absent: last"
     assert len(page.html) < 1_000_000
@@ -290,6 +301,14 @@ def test_samples_are_shown_in_the_colours_of_their_masks(masks_run: Path, tmp_pa
     assert np.abs(first_sample() - tinted).mean() > 20, "without its mask, the image is shown as it is"
 
 
+def test_the_model_card_names_task_and_classes(masks_run: Path) -> None:
+    card = (masks_run / "best" / "README.md").read_text()
+    assert "tags: [image-segmentation, vision-transformer]" in card
+    assert "- Task: segmentation" in card
+    assert "- Classes: 3 (" in card
+    assert "| mean IoU | " in card
+
+
 # ── two runs ──
 
 
@@ -321,7 +340,7 @@ def test_two_runs_are_compared_with_the_masks_of_both(masks_run: Path, other_mas
     cards = html.count("Mean IoU of A")
     assert 3 <= cards <= 6
     assert captions[1:] == ["Image", "True mask", "A", "B"] * cards
-    _, first, second = both.each
+    rows, first, second = both.each
     better = int((second > first).sum())
     assert f"and B on {better} image" in text
     low, high = bootstrap_mean(second - first)
@@ -333,6 +352,10 @@ def test_two_runs_are_compared_with_the_masks_of_both(masks_run: Path, other_mas
         assert f"{row.name} " in classes
         assert as_percent(row.iou) in classes
     assert page.all("i") == []
+    name = Path(both.one.names[int(rows[0])]).name
+    assert re.search(
+        f"<title>[^<]*{re.escape(name)}: A {as_percent(first[0])}, B {as_percent(second[0])}</title>", html
+    )
 
 
 def test_a_better_run_wins(masks_run: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tests.support.mask_data import SHAPES, write_shapes
 from tests.support.metrics import classified
 from tests.support.tiny_runs import CLASSES, images, tiny_run
 
@@ -61,6 +62,37 @@ def test_samples_of_many_classes_stay_small(tmp_path: Path) -> None:
     with Image.open(kept[0].file) as image:
         assert image.size == (128, 192)
     assert len({sample.label for sample in kept}) == len(kept), "another class each"
+
+
+def test_samples_of_masks_have_small_masks(tmp_path: Path) -> None:
+    data = write_shapes(tmp_path / "data", 30, (250, 200))
+    source = open_data(data, val=0.0, test=0.0).train
+    (tmp_path / "run").mkdir()
+    kept = keep_samples(tmp_path / "run", source)
+    assert {sample.label for sample in kept} <= set(SHAPES)
+    assert len(kept) == samples.PER_CLASS * len(source.classes)
+    for sample in kept:
+        assert sample.mask is not None
+        with Image.open(sample.mask) as mask, Image.open(sample.file) as image:
+            assert mask.size == image.size == (154, 192)
+            values, pixels = np.asarray(mask), np.asarray(image).astype(int)
+        assert set(np.unique(values)) <= {0, 1, 2}
+        assert SHAPES.index(sample.label) in values
+        for value, channel in ((1, 0), (2, 2)):  # discs are red, and squares blue
+            if (values == value).any():
+                others = [place for place in range(3) if place != channel]
+                assert (pixels[values == value][:, [channel]] > pixels[values == value][:, others]).mean() > 0.95
+
+
+def test_images_whose_mask_has_gone_are_no_samples(tmp_path: Path) -> None:
+    data = write_shapes(tmp_path / "data", 30, 20)
+    source = open_data(data, val=0.0, test=0.0).train
+    for number in range(0, 30, 2):
+        (data / "masks" / f"{number:04}.png").unlink()
+    (tmp_path / "run").mkdir()
+    kept = keep_samples(tmp_path / "run", source)
+    assert kept
+    assert all(sample.mask is not None for sample in kept)
 
 
 def test_unreadable_files_are_skipped_and_the_rest_is_upright(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.charts.points import point_chart
+from vitrail.charts.points import MOST_DOTS, point_chart
 from vitrail.checkpoints.load import load
 from vitrail.data.sources.masks import IGNORED_PIXEL, Mask
 from vitrail.errors import VitrailError
@@ -21,7 +21,7 @@ from vitrail.reports.pair import Pair, better_by, significance
 from vitrail.reports.run_artifacts import RunArtifacts
 from vitrail.reports.run_record import BEST
 from vitrail.reports.test_predictions import MaskPredictions
-from vitrail.text import as_percent, plural, shorten
+from vitrail.text import as_percent, plural, shorten, shorten_path
 
 SHOWN = 3
 """Images to show per run."""
@@ -64,7 +64,7 @@ class MaskPair(Pair):
 
     def summary(self) -> str:
         """Return the difference over all pixels and per image, with a chart."""
-        _, first, second = self.each
+        rows, first, second = self.each
         texts = [self.statement]
         if len(first):
             low, high = bootstrap_mean(second - first)
@@ -80,10 +80,14 @@ class MaskPair(Pair):
                 "The models' inputs have different sizes, and each mask is compared at the size of the model's input: "
                 "a smaller one has coarser masks."
             )
+        notes = [
+            f"{shorten_path(self.one.names[row], 40)}: A {as_percent(a)}, B {as_percent(b)}"
+            for row, a, b in zip(rows.tolist(), first.tolist(), second.tolist(), strict=True)
+        ] if len(rows) <= MOST_DOTS else []  # fmt: skip
         drawn = point_chart(
             (100 * first).tolist(), (100 * second).tolist(), title="Mean IoU of each image",
-            x_label="mean IoU of A in %", y_label="mean IoU of B in %", diagonal=True, guide="equal", width=WIDTH,
-            standalone=False,
+            x_label="mean IoU of A in %", y_label="mean IoU of B in %", diagonal=True, guide="equal", notes=notes,
+            width=WIDTH, standalone=False,
         )  # fmt: skip
         caption = "Above the dotted line, B has the higher mean IoU."
         return f'<div class="pair"><div>{"".join(map(paragraph, texts))}</div>{chart(drawn, caption)}</div>'

@@ -97,7 +97,7 @@ def mask_classes(artifacts: RunArtifacts) -> Section:
     )
     order = result.weakest_first
     without = len(result.per_class) - len(order)
-    note = paragraph(f"The test images have no pixel of {plural(without, 'class', 'classes')}.") if without else ""
+    note = paragraph(f"The evaluated images have no pixel of {plural(without, 'class', 'classes')}.") if without else ""
     return Section("classes", "Classes", title, intro + _bars(order) + note + _table(result))
 
 
@@ -126,8 +126,8 @@ def _table(result: SegmentationMetrics) -> str:
     names = coloured_names(result.labels)
     columns = [
         Column("Class"),
-        Column("Images", number=True, hint="test images with pixels of the class"),
-        Column("% of pixels", number=True, hint="of all labelled pixels of the test images"),
+        Column("Images", number=True, hint="images with pixels of the class"),
+        Column("% of pixels", number=True, hint="of all labelled pixels"),
         *(Column(title, number=True) for title in ("IoU", "Dice", "Precision", "Recall")),
     ]
     cells = [
