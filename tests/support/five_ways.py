@@ -117,7 +117,8 @@ def request_to_response(bundle: Path, image: Path) -> Way:
     tracer = Tracer()
 
     async def run() -> None:
-        service = Service(Settings(models=[str(bundle)], device="cpu", allow_hosts=("service",)))
+        settings = Settings(models=[str(bundle)], device="cpu", precision="float32", allow_hosts=("service",))
+        service = Service(settings)
         await service.start()
         transport = httpx.ASGITransport(app=service.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
