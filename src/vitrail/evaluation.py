@@ -76,9 +76,8 @@ def evaluate_bundle(
 
 def labelling_for(bundle: Bundle, data: object) -> Labelling:
     """Return how to read the labels that a bundle is evaluated on: as its task needs them."""
-    kind = task_of(bundle).kind
-    columns = bundle.classes if kind == "values" and isinstance(data, str | os.PathLike) else None
-    return Labelling(kind, columns or ())
+    labelling = task_of(bundle).labelling(bundle.classes)
+    return labelling if isinstance(data, str | os.PathLike) else labelling._replace(columns=())
 
 
 class _ReadyModel:

@@ -16,13 +16,13 @@ from tests.support.html_page import Page
 from tests.support.tiny_runs import CLASSES, EVIL
 
 from vitrail.data.mask_images import palette
-from vitrail.data.sources.masks import IGNORED_PIXEL
+from vitrail.data.sources.masks import IGNORED_PIXEL, renumbering
 from vitrail.data.sources.matching import Retargeted
 from vitrail.data.sources.source import Arrays
 from vitrail.data.sources.targets import Targets
 from vitrail.metrics.intervals import bootstrap_mean
 from vitrail.metrics.segmentation import count_pixels, mean_iou, mean_iou_of_each
-from vitrail.reports.mask_pair import MaskPair, renumbered
+from vitrail.reports.mask_pair import MaskPair
 from vitrail.reports.mask_views import WRONG, MaskReader, coloured, legend, marked
 from vitrail.reports.pairs import evaluated_on_same_images, pair_runs
 from vitrail.reports.report import report
@@ -415,7 +415,7 @@ def test_classes_in_another_order_have_the_same_masks(masks_run: Path) -> None:
     )  # fmt: skip
     assert stored.same_images(other)
     mask = np.array([[0, 1], [3, IGNORED_PIXEL]], np.uint8)
-    renamed = renumbered(mask, other.classes, stored.classes)
+    renamed = renumbering(tuple(other.classes), tuple(stored.classes))[mask]
     assert renamed.tolist() == [[IGNORED_PIXEL, 2], [0, IGNORED_PIXEL]]
 
 

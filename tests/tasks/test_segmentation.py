@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vitrail.data.sources.source import Arrays
-from vitrail.data.sources.targets import Targets
-from vitrail.errors import ConfigError, DataError, InputError
+from vitrail.data.sources.targets import Labelling, Targets
+from vitrail.errors import CheckpointError, ConfigError, DataError, InputError
 from vitrail.metrics.segmentation import count_pixels
 from vitrail.models.config import ViTConfig
 from vitrail.tasks.lookup import task_named, task_of_kind, unsuited_head
@@ -246,3 +246,16 @@ def test_arrays_have_no_masks() -> None:
     images = Arrays(np.zeros((3, 4, 4), np.uint8), np.zeros(3, np.int64), ("all",))
     with pytest.raises(DataError):
         TASK.match(images, NAMES, 3)
+
+
+# ── constants ──
+
+
+def test_ignored_values_return_from_the_bundle() -> None:
+    assert TASK.constants == {}
+    task = TASK.fitted(np.ones((2, 3)), Labelling(ignore=(0, 3)))
+    assert task.labelling(NAMES) == Labelling("masks", ignore=(0, 3))
+    assert task_named("segmentation").with_constants(json.loads(json.dumps(task.constants)), 3) == task
+    for wrong in ({"ignored_values": [-1]}, {"ignored_values": "3"}, {"thresholds": [0.5]}):
+        with pytest.raises(CheckpointError, match="ignored_values, a list of whole numbers, found"):
+            TASK.with_constants(wrong, 3)

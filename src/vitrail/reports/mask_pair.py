@@ -1,6 +1,5 @@
 """The comparison of two segmentation runs on the same images."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +9,7 @@ from numpy.typing import NDArray
 
 from vitrail.charts.points import MOST_DOTS, point_chart
 from vitrail.checkpoints.load import load
-from vitrail.data.sources.masks import IGNORED_PIXEL, Mask
+from vitrail.data.sources.masks import renumbering
 from vitrail.errors import VitrailError
 from vitrail.metrics.intervals import Interval, bootstrap_mean
 from vitrail.metrics.segmentation import bootstrap_mean_iou_difference, mean_iou
@@ -139,15 +138,7 @@ class MaskPair(Pair):
         shown = [(read.pixels, read.true, "True mask"), (read.pixels, read.predicted, "A")]
         if len(readers) > 1:
             pixels, predicted = readers[1].predict(index, image_name)
-            shown.append((pixels, renumbered(predicted, readers[1].classes, names), "B"))
+            shown.append((pixels, renumbering(tuple(readers[1].classes), tuple(names))[predicted], "B"))
         colours.update(*(np.unique(mask).tolist() for _, mask, _ in shown))
         masked = [masked_tile(pixels, mask, len(names), title, label) for pixels, mask, title in shown]
         return f'<div class="two">{"".join([image_tile(read.pixels, label), *masked])}</div>'
-
-
-def renumbered(mask: Mask, stored: Sequence[str], wanted: Sequence[str]) -> Mask:
-    """Return a mask with the indices of other classes; what they lack is ignored."""
-    places = {name: place for place, name in enumerate(wanted)}
-    lookup = np.full(IGNORED_PIXEL + 1, IGNORED_PIXEL, np.uint8)
-    lookup[: len(stored)] = [places.get(name, IGNORED_PIXEL) for name in stored]
-    return np.asarray(lookup[mask])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vitrail.data.sources.matching import match_values
 from vitrail.data.sources.source import Source
-from vitrail.data.sources.targets import Kind
+from vitrail.data.sources.targets import AUTOMATIC, Kind, Labelling
 from vitrail.errors import CheckpointError, DataError
 from vitrail.metrics.regression import per_column
 from vitrail.tasks.metrics import MetricSpec
@@ -134,9 +134,13 @@ class Regression(Task):
     losses: ClassVar[tuple[str, ...]] = ("l2", "l1", "huber")
     metrics: ClassVar[type[RegressionMetrics]] = RegressionMetrics
 
+    def labelling(self, names: tuple[str, ...] | None) -> Labelling:
+        """Return the columns to read."""
+        return Labelling(self.kind, names or ())
+
     # ── constants ──
 
-    def fitted(self, labels: NDArray[Any]) -> Self:
+    def fitted(self, labels: NDArray[Any], labelling: Labelling = AUTOMATIC) -> Self:  # noqa: ARG002
         """Return the task with mean, standard deviation and median of the training split."""
         values = np.asarray(labels, np.float64)
         std = values.std(axis=0)

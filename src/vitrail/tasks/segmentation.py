@@ -8,7 +8,7 @@ patches, masks of H×W pixels.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -19,8 +19,8 @@ from torch import Tensor
 from vitrail.acceleration.agreement import Agreement
 from vitrail.data.sources.masks import IGNORED_PIXEL, match_masks
 from vitrail.data.sources.source import Source
-from vitrail.data.sources.targets import Kind
-from vitrail.errors import ConfigError, InputError
+from vitrail.data.sources.targets import AUTOMATIC, Kind, Labelling
+from vitrail.errors import CheckpointError, ConfigError, InputError
 from vitrail.metrics.segmentation import (
     count_pixels_of_each,
     mean_iou,
@@ -146,6 +146,9 @@ class MaskRows(RowFormat):
 class Segmentation(Task):
     """Predicts a class for every pixel."""
 
+    ignored_values: tuple[int, ...] = ()
+    """Values in the files of masks that count nowhere, besides 255."""
+
     name: ClassVar[str] = "segmentation"
     kind: ClassVar[Kind] = "masks"
     output_noun: ClassVar[tuple[str, str]] = ("class", "classes")
@@ -167,6 +170,32 @@ class Segmentation(Task):
     settings: ClassVar[frozenset[str]] = frozenset({"objective.label_smoothing", "objective.class_weights"})
     metrics: ClassVar[type[SegmentationMetrics]] = SegmentationMetrics
     is_dense: ClassVar[bool] = True
+
+    # ── constants ──
+
+    def labelling(self, names: tuple[str, ...] | None) -> Labelling:  # noqa: ARG002
+        """Return which values to ignore."""
+        return Labelling(self.kind, ignore=self.ignored_values)
+
+    def fitted(self, labels: NDArray[Any], labelling: Labelling = AUTOMATIC) -> Self:  # noqa: ARG002
+        """Return the task with the values that were ignored."""
+        return type(self)(labelling.ignore)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The ignored values."""
+        return {"ignored_values": list(self.ignored_values)} if self.ignored_values else {}
+
+    def with_constants(self, constants: Mapping[str, Any], outputs: int) -> Self:  # noqa: ARG002
+        """Return the task with recorded values to ignore; none if there are none."""
+        values = constants.get("ignored_values", [])
+        good = isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+        if not good or constants.keys() - {"ignored_values"}:
+            raise CheckpointError(
+                f"the bundle's task_constants should have ignored_values, a list of whole numbers, found "
+                f"{dict(constants)!r}; was it edited?"
+            )
+        return type(self)(tuple(values))
 
     # ── head and targets ──
 

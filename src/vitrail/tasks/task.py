@@ -23,7 +23,7 @@ from vitrail.acceleration.agreement import Agreement, compare_outputs
 from vitrail.data.augmentation.mixing import Mixing
 from vitrail.data.batches import BadImage
 from vitrail.data.sources.source import Source
-from vitrail.data.sources.targets import Kind
+from vitrail.data.sources.targets import AUTOMATIC, Kind, Labelling
 from vitrail.errors import CheckpointError
 from vitrail.tasks.metrics import Metrics, MetricSpec
 from vitrail.tasks.objective import Objective
@@ -205,10 +205,17 @@ class Task(ABC):
     def match(self, source: Source, names: tuple[str, ...] | None, outputs: int, *, by_number: bool = False) -> Source:
         """Return the source with labels as the model counts them; `names` are those of the model's outputs."""
 
+    def labelling(self, names: tuple[str, ...] | None) -> Labelling:  # noqa: ARG002
+        """Return how to read the labels that a model with these outputs is evaluated on."""
+        return Labelling(self.kind)
+
     # ── constants ──
 
-    def fitted(self, labels: NDArray[Any]) -> Self:  # noqa: ARG002
-        """Return the task with the constants that follow from the labels of the whole training split."""
+    def fitted(self, labels: NDArray[Any], labelling: Labelling = AUTOMATIC) -> Self:  # noqa: ARG002
+        """Return the task with the constants that follow from the labels of the whole training split.
+
+        `labelling` is how they were read.
+        """
         return self
 
     def tuned(self, predictions: Predictions) -> Self:  # noqa: ARG002

@@ -197,7 +197,7 @@ def _fitted(plan: TrainingPlan, splits: Splits, pretrained: Bundle | None) -> Ta
         names = task.output_names(plan.classes)
         if keeps_head(pretrained, how, plan.model, names):
             return task.with_constants(pretrained.task_constants, plan.model.classes)
-    return task.fitted(label_rows(splits.train))
+    return task.fitted(label_rows(splits.train), plan.recipe.labelling)
 
 
 def _check_ranks_agree(ranks: Ranks, request: _Request) -> None:

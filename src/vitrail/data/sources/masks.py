@@ -124,11 +124,11 @@ def mask_at(source: Source, index: int) -> Mask:
         raise DataError(f"{source.name(index)} has no mask")
     mask = mask_at(base, index)
     own, stored = output_names_of(source), output_names_of(base)
-    return mask if own == stored else _renumbering(stored, own)[mask]
+    return mask if own == stored else renumbering(stored, own)[mask]
 
 
 @lru_cache(maxsize=16)
-def _renumbering(stored: tuple[str, ...], wanted: tuple[str, ...]) -> Mask:
+def renumbering(stored: tuple[str, ...], wanted: tuple[str, ...]) -> Mask:
     """Return the wanted index of every stored one; classes that are not wanted are ignored."""
     numbers = {name: number for number, name in enumerate(wanted)}
     lookup = np.full(256, IGNORED_PIXEL, np.uint8)
