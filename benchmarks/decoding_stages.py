@@ -335,7 +335,7 @@ def agree(folder: Path, device: torch.device, workers: int, bundle: str | None) 
     pairs_of = [(a, b) for a, b in zip(first, second, strict=True) if a.error is None]
     changed = sum(a.fields()["classes"][0] != b.fields()["classes"][0] for a, b in pairs_of)
     print(f"top-1 predictions: {changed} of {len(pairs_of):,} changed ({1000 * changed / len(pairs_of):.2f} in 1,000)")
-    right = sum(a.fields()["classes"][0] == Path(a.image).parent.name for a, _ in pairs_of) / len(pairs_of)
+    right = sum(a.fields()["classes"][0] == Path(str(a.image)).parent.name for a, _ in pairs_of) / len(pairs_of)
     print(f"{right:.1%} of the predictions on the CPU are the name of the image's folder")
     Rows.add("top-1", images=len(pairs_of), changed=changed, accuracy=right)
 

@@ -52,7 +52,10 @@ def test_a_stopped_command_stops_its_children(tmp_path: Path) -> None:
 def test_rows_of_every_format(tmp_path: Path) -> None:
     file = tmp_path / "rows"
     assert rows_of(None) == rows_of(file) == []
-    rows = [{"name": "a", "images_per_second": 1234.5}, {"server": "b", "clients": 64, "p95_ms": 3}]
+    rows: list[dict[str, object]] = [
+        {"name": "a", "images_per_second": 1234.5},
+        {"server": "b", "clients": 64, "p95_ms": 3},
+    ]
     for content in ({"rows": rows, "torch": "2"}, {"results": rows}):
         file.write_text(json.dumps(content, indent=2))
         assert rows_of(file) == rows
@@ -63,7 +66,8 @@ def test_rows_of_every_format(tmp_path: Path) -> None:
     file.write_text('{"rows": [{"na')
     assert rows_of(file) == []
     assert name_of({"task": "train", "model": "S/16", "library": "timm", "batch": 3}) == "train, S/16, timm"
-    lines = table([{"part": "x", **row} for row in [*rows, {"task": "t", "missing": "no module"}]]).splitlines()
+    missing: dict[str, object] = {"task": "t", "missing": "no module"}
+    lines = table([{"part": "x", **row} for row in [*rows, missing]]).splitlines()
     assert lines[2:] == [
         "| x | a | images_per_second 1,234 |", "| x | b, 64 clients | p95_ms 3 |", "| x | t | no module |",
     ]  # fmt: skip
