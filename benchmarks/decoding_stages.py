@@ -14,12 +14,14 @@ predict   `vitrail predict`, decoded on the CPU and on the GPU
 train     training, likewise
 agree     compare the pixels and predictions of both
 
-Every stage prints one line per contestant, as soon as it is measured. `--device cpu` runs nvImageCodec's CPU backend,
-for a try without a GPU. Files are read once before they are timed, so they come from the page cache.
+Every stage prints one line per contestant, as soon as it is measured, and `--json` appends it to a file. `--device
+cpu` runs nvImageCodec's CPU backend, for a try without a GPU. Files are read once before they are timed, so they come
+from the page cache.
 """
 
 import argparse
 import contextlib
+import json
 import statistics
 import sys
 import tempfile
@@ -34,7 +36,7 @@ import torch
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tests.support.peers import scramble
+from tests.support.peers import import_peer, scramble
 
 import vitrail
 from vitrail.data import decoder_choice, gpu_decoding
@@ -63,8 +65,12 @@ PREPROCESS = Preprocess(size=(224, 224), resize="cover", resize_to=(256, 256), i
 # ── photos ──
 
 
-def make_photos(folder: Path, count: int, sources: Sequence[Path], classes: int = 10) -> None:
-    """Write JPEGs of 500×375, quality 90, each a different part of a photograph, in folders of classes."""
+def make_photos(folder: Path, count: int, sources: Sequence[Path], classes: int = 10, first: int = 0) -> None:
+    """Write JPEGs of 500×375, quality 90, each a different part of a photograph, in folders of classes.
+
+    With as many classes as photographs, the class of an image is its photograph. `first`: the number of the first
+    image; images with other numbers are other parts.
+    """
     opened = [Image.open(path).convert("RGB") for path in sources]
     opened = [image.resize((max(700, image.width), max(525, image.height))) for image in opened]
     for name in range(classes):
@@ -80,7 +86,7 @@ def make_photos(folder: Path, count: int, sources: Sequence[Path], classes: int 
         part.save(folder / str(number % classes) / f"{number:06}.jpg", quality=90)
 
     with ThreadPoolExecutor(default_workers()) as pool:
-        list(pool.map(write, range(count)))
+        list(pool.map(write, range(first, first + count)))
 
 
 def noise_photos(folder: Path) -> list[Path]:
@@ -99,6 +105,25 @@ def noise_photos(folder: Path) -> list[Path]:
 # ── stages ──
 
 
+class Rows:
+    """Where measured lines are also written."""
+
+    file: Path | None = None
+
+    @classmethod
+    def add(cls, name: str, **values: float) -> None:
+        """Append a row to the file."""
+        if cls.file is not None:
+            with cls.file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"name": name, **values}) + "\n")
+
+
+def shown(name: str, speed: float, more: str = "", **values: float) -> None:
+    """Print a line, and write its row."""
+    print(f"{name:60} {speed:10,.0f} images/s{more}", flush=True)
+    Rows.add(name, images_per_second=speed, **values)
+
+
 def measured(name: str, work: Callable[[], int], seconds: float) -> float:
     """Print and return images/s of `work`, which returns how many images it did; the first call is not timed."""
     work()
@@ -106,7 +131,7 @@ def measured(name: str, work: Callable[[], int], seconds: float) -> float:
     while (passed := time.perf_counter() - started) < seconds or not done:
         done += work()
     passed = time.perf_counter() - started
-    print(f"{name:60} {done / passed:10,.0f} images/s", flush=True)
+    shown(name, done / passed)
     return done / passed
 
 
@@ -145,12 +170,25 @@ def decode(files: Sequence[Path], device: torch.device, seconds: float, sweep: b
 
         measured(f"decode, batch {size}", alone, seconds)
         measured(f"decode and resize, batch {size}", resized, seconds)
+    some = list(islice(cycle(files), 256))
+    decode_by_torchvision(some, device, seconds)
     if not sweep or device.type != "cuda":
         return
-    jpegs = jpegs_of(list(islice(cycle(files), 256)))
+    jpegs = jpegs_of(some)
     for name, kinds in BACKENDS.items():
         for threads in (1, 2, 3):
             _measure_threads(name, kinds, threads, jpegs, device, seconds)
+
+
+def decode_by_torchvision(files: Sequence[Path], device: torch.device, seconds: float) -> None:
+    """Measure torchvision's decoder, which uses nvJPEG on a GPU."""
+    name = f"torchvision decode_jpeg, batch {len(files)}, {device.type}"
+    try:
+        io = import_peer("torchvision.io")
+        contents = [torch.from_numpy(np.fromfile(file, np.uint8)) for file in files]
+        measured(name, lambda: len(io.decode_jpeg(contents, io.ImageReadMode.RGB, device=device)), seconds)
+    except (ImportError, RuntimeError, AttributeError) as error:
+        print(f"{name:60} not measured: {str(error).splitlines()[0]}", flush=True)
 
 
 def _measure_threads(
@@ -192,10 +230,7 @@ def read(folder: Path, workers: Sequence[int]) -> None:
         job = EncodedEvaluation(Evaluation(source, PREPROCESS, 256))
         started = time.perf_counter()
         done = sum(len(batch.good) for batch in checked_batches(job, range(len(job.data)), count, False, None))
-        print(
-            f"read, {count} workers (with their start)".ljust(60),
-            f"{done / (time.perf_counter() - started):10,.0f} images/s",
-        )
+        shown(f"read, {count} workers (with their start)", done / (time.perf_counter() - started))
 
 
 def batches(folder: Path, device: torch.device, workers: int) -> None:
@@ -210,7 +245,7 @@ def batches(folder: Path, device: torch.device, workers: int) -> None:
         for batch in make():
             done += len(batch.labels)
             times.append((time.perf_counter(), done))
-        print(f"batches, decoded on the {decoder}, {workers} workers".ljust(60), _steady(times))
+        shown(f"batches, decoded on the {decoder}, {workers} workers", _steady(times), batches=len(times))
 
 
 def predict(folder: Path, name: str, device: str, workers: int, batch: int, precision: str) -> None:
@@ -227,8 +262,11 @@ def predict(folder: Path, name: str, device: str, workers: int, batch: int, prec
                 bundle, str(folder), output=Path(place) / "rows.jsonl", decode=decode, device=device, workers=workers,
                 batch=batch, precision=precision, on_progress=note, on_plan=lambda text: print(f"    {text}"),
             )  # fmt: skip
-        whole = f"{done.images / done.seconds:8,.0f} images/s as a whole"
-        print(f"predict {name}, {precision}, decoded on the {decode}".ljust(60), _steady(times), whole, flush=True)
+        whole = done.images / done.seconds
+        shown(
+            f"predict {name}, {precision}, decoded on the {decode}", _steady(times),
+            f", {whole:,.0f} images/s as a whole", whole=whole,
+        )  # fmt: skip
 
 
 def train_on(folder: Path, name: str, device: str, workers: int, batch: int, steps: int, tiny: bool) -> None:
@@ -247,8 +285,8 @@ def train_on(folder: Path, name: str, device: str, workers: int, batch: int, ste
         seconds = second[-1][0] - second[0][0]
         waited = sum(one for _, one in second[1:]) / seconds
         speed = batch * (len(second) - 1) / seconds
-        print(f"train {name}, batch {batch}, decoded on the {decode}".ljust(60), end="")
-        print(f"{speed:10,.0f} images/s, waiting {waited:.0%} of the time", flush=True)
+        more = f", waiting {waited:.0%} of the time"
+        shown(f"train {name}, batch {batch}, decoded on the {decode}", speed, more, waiting=waited)
 
 
 @contextlib.contextmanager
@@ -285,6 +323,7 @@ def agree(folder: Path, device: torch.device, workers: int, bundle: str | None) 
         f"pixels of {len(means):,} images: {statistics.mean(means):.4f} grey levels apart on average, "
         f"{max(means):.3f} in the worst image, {most} at most; more than 2 in {over:.2%} of the worst batch"
     )
+    Rows.add("pixels", images=len(means), mean_difference=statistics.mean(means), worst_image=max(means), largest=most)
     if bundle is None:
         return
     first, second = (
@@ -296,15 +335,18 @@ def agree(folder: Path, device: torch.device, workers: int, bundle: str | None) 
     pairs_of = [(a, b) for a, b in zip(first, second, strict=True) if a.error is None]
     changed = sum(a.fields()["classes"][0] != b.fields()["classes"][0] for a, b in pairs_of)
     print(f"top-1 predictions: {changed} of {len(pairs_of):,} changed ({1000 * changed / len(pairs_of):.2f} in 1,000)")
+    right = sum(a.fields()["classes"][0] == Path(str(a.image)).parent.name for a, _ in pairs_of) / len(pairs_of)
+    print(f"{right:.1%} of the predictions on the CPU are the name of the image's folder")
+    Rows.add("top-1", images=len(pairs_of), changed=changed, accuracy=right)
 
 
 # ── helpers ──
 
 
-def _steady(times: Sequence[tuple[float, int]]) -> str:
+def _steady(times: Sequence[tuple[float, int]]) -> float:
     """Return images/s of the second half."""
     (start, before), (end, after) = times[len(times) // 2], times[-1]
-    return f"{(after - before) / max(end - start, 1e-9):10,.0f} images/s"
+    return (after - before) / max(end - start, 1e-9)
 
 
 def model_of(name: str) -> vitrail.Bundle:
@@ -319,6 +361,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", default=Path("photos"))
     parser.add_argument("--make", type=int, default=10_000)
     parser.add_argument("--from", dest="photographs", type=Path)
+    parser.add_argument("--first", type=int, default=0, help="number of the first image to make")
+    parser.add_argument("--by-photograph", action="store_true", help="a class per photograph instead of ten")
+    parser.add_argument("--json", type=Path, help="append a row per line to this file")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--workers", type=int, default=default_workers())
     parser.add_argument("--batch", type=int, default=256)
@@ -331,12 +376,15 @@ def main() -> None:
     parser.add_argument("--bundle")
     chosen = parser.parse_args()
     device = torch.device(chosen.device)
+    Rows.file = chosen.json
     if device.type == "cpu":
         decoder_choice.DEVICES = ("cuda", "cpu")
     match chosen.stage:
         case "photos":
             found = [] if chosen.photographs is None else sorted(chosen.photographs.rglob("*.jpg"))
-            make_photos(chosen.folder, chosen.make, found or noise_photos(chosen.folder.with_name("noise")))
+            found = found or noise_photos(chosen.folder.with_name("noise"))
+            classes = len(found) if chosen.by_photograph else 10
+            make_photos(chosen.folder, chosen.make, found, classes, chosen.first)
         case "decode":
             decode(sorted(chosen.folder.rglob("*.jpg"))[:2048], device, chosen.seconds, chosen.sweep)
         case "read":

@@ -1,8 +1,11 @@
 """From a folder of JPEGs to predictions, and to training steps: ours and a plain timm script, in one run.
 
     python benchmarks/end_to_end.py photos/ --images 9900 --json rows.json    a GPU: S/16 and B/16 at 224 px in bf16
-    python benchmarks/end_to_end.py photos/ --only predict:S/16 train:S/16 --decode cpu gpu
+    python benchmarks/end_to_end.py photos/ --only predict:S/16 train:S/16 --decode cpu gpu resident
     python benchmarks/end_to_end.py photos/ --tiny --device cpu --images 64   smoke test
+
+Ours decodes on the CPU, on the GPU, or, to train, once: `resident` images stay on the device, with padded crops instead
+of random ones.
 
 predict   ours: `vitrail predict` to a JSONL file. timm: Pillow, timm's own transform, a DataLoader, softmax and top-5.
 train     random crops and flips from the files, AdamW. Ours: the steps of `vitrail train` with compile. timm: its own
@@ -15,7 +18,6 @@ does not count the first part of the job. Training also runs each step again wit
 """
 
 import argparse
-import inspect
 import json
 import os
 import sys
@@ -37,14 +39,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.support.peers import import_peer
 
 import vitrail
+from vitrail.data import decoder_choice
 from vitrail.data.batches import default_workers
 from vitrail.data.preprocess import IMAGENET_MEAN, IMAGENET_STD
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.runtime import Precision, Processes, autocast, choose_device
+from vitrail.training.auto_batch import memory_limit
 from vitrail.training.context import Job, open_splits, run_context
 from vitrail.training.defaults import resolve_defaults
 from vitrail.training.distributed import Ranks
 from vitrail.training.pipeline import FinishedStep, PipelinedStepper
+from vitrail.training.placement import place_images
 from vitrail.training.plan import describe_data
 from vitrail.training.recipe_files import recipe_for
 from vitrail.training.run import start_run
@@ -126,17 +131,9 @@ def our_predictions(setting: Setting, decode: str) -> dict[str, Any]:
         device=str(setting.device),
         precision=setting.precision,
         on_progress=lambda _, done, __: times.append((time.perf_counter(), done)),
-        **_decode_option(decode),
+        decode=decode,
     )
     return {"images": times[-1][1], "marks": times}
-
-
-def _decode_option(decode: str) -> dict[str, Any]:
-    if decode == "cpu":
-        return {}
-    if "decode" not in inspect.signature(vitrail.predict).parameters:
-        raise ConfigError(f"this version cannot decode with {decode}")
-    return {"decode": decode}
 
 
 class Files(Dataset[Any]):
@@ -202,15 +199,19 @@ def our_steps(setting: Setting, decode: str) -> dict[str, Any]:
         f"precision={setting.precision}", "optimizer.kind=adamw", f"optimizer.lr={LR}", "averaging.kind=none",
         f"model.image_size={size.image}", f"model.patch_size={size.patch}", f"model.width={size.width}",
         f"model.depth={size.depth}", f"model.heads={size.heads}", "model.stem=linear", "model.class_token=first",
-        "model.pool=cls", "model.final_norm=before_pool", "augmentation.crop=inception", "mixing.mixup=0.0",
-        "mixing.cutmix=0.0", "data.val=0.01", "data.test=0.01",
+        "model.pool=cls", "model.final_norm=before_pool", "mixing.mixup=0.0", "mixing.cutmix=0.0", "data.val=0.01",
+        "data.test=0.01",
     ]  # fmt: skip
-    changes += [] if decode == "cpu" else [f"data.decode={decode}"]
+    stays = decode == "resident"
+    changes += ["data.on_device=true", "data.decode=cpu"] if stays else [f"data.decode={decode}"]
+    changes += [f"augmentation.crop={'padded' if stays else 'inception'}"]
     recipe = recipe_for(None, "scratch-small", changes)
     splits = open_splits(str(setting.photos), recipe)
     plan = resolve_defaults(recipe, describe_data(splits.train, setting.device.type), None)
     ranks = Ranks(Processes(), setting.device)
-    job = Job(plan, run_context(plan, splits, ranks, setting.workers))
+    job = place_images(
+        Job(plan, run_context(plan, splits, ranks, setting.workers)), splits, memory_limit(setting.device)
+    )
     folder = Path(tempfile.mkdtemp(dir=setting.scratch))
     run = start_run(job, splits, None, folder, SilentObserver())
     finished: list[tuple[float, FinishedStep]] = []
@@ -320,10 +321,12 @@ def measured(work: Callable[[], dict[str, Any]], setting: Setting, task: str) ->
 
 def contestants(setting: Setting, decodes: Sequence[str]) -> dict[str, dict[str, Callable[[], dict[str, Any]]]]:
     """Return what to run, by task and name."""
-    ours = {f"vitrail, {decode} decode": decode for decode in decodes}
+    ours = {f"vitrail, {'resident' if decode == 'resident' else f'{decode} decode'}": decode for decode in decodes}
     return {
         "predict": {
-            **{name: partial(our_predictions, setting, decode) for name, decode in ours.items()},
+            **{
+                name: partial(our_predictions, setting, decode) for name, decode in ours.items() if decode != "resident"
+            },
             "timm": partial(timm_predictions, setting),
         },
         "train": {
@@ -367,7 +370,9 @@ def main() -> None:
     parser.add_argument("photos", type=Path, help="a folder of JPEGs")
     parser.add_argument("--images", type=int, default=9900, help="number of files; photos are repeated")
     parser.add_argument("--only", nargs="+", metavar="TASK:MODEL", help="such as predict:S/16 train:B/16")
-    parser.add_argument("--decode", nargs="+", default=["cpu"], choices=("cpu", "gpu"), help="where ours decodes")
+    parser.add_argument(
+        "--decode", nargs="+", default=["cpu"], choices=("cpu", "gpu", "resident"), help="how ours decodes"
+    )
     parser.add_argument("--batch", type=int, help="images per batch; default 256 to predict, 512 to train")
     parser.add_argument("--steps", type=int, help="training steps; default 60")
     parser.add_argument("--workers", type=int, default=default_workers())
@@ -382,6 +387,8 @@ def main() -> None:
         if value is not None and value < 1:
             raise ConfigError(f"--{name} is {value}; give 1 or more")
     device, sizes = choose_device(options.device), (TINY,) if options.tiny else tuple(SIZES.values())
+    if options.tiny and device.type == "cpu":
+        decoder_choice.DEVICES = ("cuda", "cpu")  # nvImageCodec's CPU backend
     if unknown := set(options.only or ()) - {f"{task}:{size.name}" for task in ("predict", "train") for size in sizes}:
         raise ConfigError(f"unknown row {min(unknown)!r}; give such as predict:S/16 or train:B/16")
     rows = []

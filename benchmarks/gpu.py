@@ -223,6 +223,7 @@ def of_transformers(row: Row, _: ViT | None) -> nn.Module:
 
 PEERS: dict[str, Callable[[Row, ViT | None], nn.Module]] = {
     "timm": of_timm,
+    "torchao": of_timm,  # which it quantises
     "torchvision": of_torchvision,
     "transformers": of_transformers,
 }
@@ -244,6 +245,25 @@ def forward_pass(row: Row, model: nn.Module, mode: str | None = None) -> Ready:
     """Prepare a plain model: bf16 weights, compiled."""
     model = model.to(row.device, BF16).eval().requires_grad_(False)
     call = compiled(model, row.device, mode)
+
+    def logits(images: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return call(images)
+
+    return Ready(lambda: logits(row.images), logits, held(model))
+
+
+def quantised_by_torchao(row: Row, model: nn.Module) -> Ready:
+    """Prepare a plain model whose blocks torchao computes in float8, with a scale per row, compiled."""
+    quantisation = import_peer("torchao.quantization")
+    settings = quantisation.Float8DynamicActivationFloat8WeightConfig(granularity=quantisation.PerRow())
+
+    def in_block(module: nn.Module, name: str) -> bool:
+        return isinstance(module, nn.Linear) and "blocks." in name
+
+    model = model.to(row.device, BF16).eval().requires_grad_(False)
+    quantisation.quantize_(model, settings, filter_fn=in_block)
+    call = compiled(model, row.device)
 
     def logits(images: Tensor) -> Tensor:
         with torch.inference_mode():
@@ -321,6 +341,7 @@ def contestants(options: argparse.Namespace, weights: ViT | None) -> dict[str, d
         "transformers compile": peer("transformers"),
         "transformers eager": peer("transformers", EAGER),
         "timm max-autotune": peer("timm", TUNED),
+        "torchao fp8": lambda row: quantised_by_torchao(row, of_timm(row, weights)),
     }
     training: dict[str, Maker] = {
         "vitrail": lambda row: learning_fast(row, ours(row, weights)),
@@ -626,7 +647,7 @@ def rows(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
 def environment(device: torch.device) -> dict[str, Any]:
     versions = {}
-    for name in ("timm", "torchvision", "transformers", "triton"):
+    for name in ("timm", "torchao", "torchvision", "transformers", "triton"):
         with contextlib.suppress(ImportError):
             versions[name] = import_peer(name).__version__
     return {

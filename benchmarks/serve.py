@@ -6,10 +6,10 @@
 All servers alternate in one run, with the same weights (random) and the same JPEGs of 500×375; clients each send one
 image, wait for the response and send the next. Ratios compare runs of the same turn. If other programs share the
 machine, look at the CPU time per request, which hardly depends on them. Ours runs in float32 and with its default
-precision; the peers (benchmarks/serve_peers.py) run in float32 and, if bf16 is fast on the device, under autocast for a
-fair comparison. LitServe (`pip install litserve`) batches, and compiles the model on a GPU. A server that does not
-start is reported. Then ours is overloaded, to count requests without a response. The time from the command to the first
-response is reported, too.
+precision, on a GPU also with uploads decoded there; the peers (benchmarks/serve_peers.py) run in float32 and, if bf16
+is fast on the device, under autocast for a fair comparison. LitServe (`pip install litserve`) batches, and compiles
+the model on a GPU. A server that does not start is reported. Then ours is overloaded, to count requests without a
+response. The time from the command to the first response is reported, too.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from vitrail import Bundle, Preprocess
 from vitrail.runtime import choose_device, faster_in_bf16
 
 ROOT = Path(__file__).parents[1]
-OURS = ("vitrail serve --precision float32", "vitrail serve")
+OURS = ("vitrail serve --precision float32", "vitrail serve", "vitrail serve --decode gpu")
 
 
 class Server(NamedTuple):
@@ -99,6 +99,8 @@ def commands(bundle: Path, options: argparse.Namespace) -> dict[str, tuple[list[
     most = str(2 * max(256, *options.clients))  # all clients have one address
     own += ["--connections", most, "--client-connections", most, "--queue", most]
     found = {OURS[0]: ([*own, "--precision", "float32"], "/v1/predict"), OURS[1]: (own, "/v1/predict")}
+    if options.device == "cuda":
+        found[OURS[2]] = [*own, "--decode", "gpu"], "/v1/predict"
     peer = [sys.executable, "-m", "benchmarks.serve_peers"]
     for precision, kind in itertools.product(precisions, ("async", "thread")):
         words = [*peer, kind, precision, options.device, "PORT", str(bundle)]
@@ -188,7 +190,7 @@ def table(results: dict[str, list[Pass]], clients: int, options: argparse.Namesp
     print(
         f"\n{clients} clients, {options.turns} turns of {options.seconds:g} s, {options.model}, "
         f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n× rate, × p95: the requests/s and the p95 of ours, in "
-        "float32 / by default, as multiples of that server's\n"
+        "float32 / by default / decoded on the GPU, as multiples of that server's\n"
     )
     print("| server | requests/s | median ms | p95 ms | CPU ms | × rate | × p95 |\n|---|---|---|---|---|---|---|")
     own = [name for name in OURS if name in results]

@@ -14,6 +14,7 @@ from benchmarks import ddp_step, end_to_end, gpu, pretraining
 from PIL import Image
 from tests.support.peers import import_peer
 
+from vitrail.data import decoder_choice
 from vitrail.errors import ConfigError
 
 
@@ -185,14 +186,19 @@ def test_predictions_and_steps_from_files_are_timed(tmp_path: Path, monkeypatch:
         pixels = generator.integers(0, 256, (48, 64, 3), np.uint8)
         Image.fromarray(pixels).save(tmp_path / f"{number}.jpg")
     words = [str(tmp_path), "--tiny", "--device", "cpu", "--images", "64", "--workers", "1"]
+    words += ["--decode", "cpu", "gpu", "resident"]
+    monkeypatch.setattr(decoder_choice, "DEVICES", decoder_choice.DEVICES)  # the program changes it
     monkeypatch.setattr(sys, "argv", ["end_to_end.py", *words, "--json", str(tmp_path / "rows")])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # timm's
         end_to_end.main()
     rows = json.loads((tmp_path / "rows").read_text())["rows"]
-    names = [(task, library) for task in ("predict", "train") for library in ("vitrail, cpu decode", "timm")]
-    assert [(row["task"], row["library"]) for row in rows] == names
-    assert [row["images"] for row in rows] == [64, 64, 32, 32]
+    ours = ["vitrail, cpu decode", "vitrail, gpu decode"]
+    libraries = {"predict": [*ours, "timm"], "train": [*ours, "vitrail, resident", "timm"]}
+    assert [(row["task"], row["library"]) for row in rows] == [
+        (task, library) for task, names in libraries.items() for library in names
+    ]
+    assert [row["images"] for row in rows] == [64] * 3 + [32] * 4
     for row in rows:
         assert row["images_per_second"] > 0
         assert row["total_s"] > row["first_s"] > 0

@@ -2,18 +2,23 @@
 
 import itertools
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from tests.support.commands import PLAN, run_command
+from tests.support.jpeg_files import MixedFiles
 from tests.support.tiny_models import CPU, bundle
 from torch import Tensor
 
+import vitrail
 from vitrail.acceleration import bench
 from vitrail.acceleration.bench import ROUNDS, run_benchmark
-from vitrail.errors import ConfigError
+from vitrail.data import decoder_choice
+from vitrail.errors import ConfigError, DataError
+from vitrail.inference import decoding_speed
 from vitrail.models.vit import ViT
 
 
@@ -160,9 +165,57 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert result["device"] == "cpu"
 
 
+def words_for_decoding(folder: Path) -> tuple[object, ...]:
+    for name in "ab":
+        (folder / "images" / name).mkdir(parents=True)
+        MixedFiles(folder / "images" / name, 1)
+    made = bundle().save(folder / "bundle")
+    words = ("bench", made, "--engine", "torch", "--precision", "float32", "--batch", 1, "--seconds", 0.05)
+    return (*words, "--device", "cpu", "--images", folder / "images")
+
+
+def test_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On the CPU and by nvImageCodec, here on the CPU, too."""
+    words = words_for_decoding(tmp_path)
+    output = run_command(monkeypatch, capsys, *words, "--decode", "gpu")
+    assert (output.code, output.out) == (2, "")
+    assert "decode is gpu, but the device is cpu, and only a CUDA device decodes" in output.err
+    for module in (decoding_speed, decoder_choice):
+        monkeypatch.setattr(module, "DEVICES", ("cpu",))
+    rows = json.loads(run_command(monkeypatch, capsys, *words, "--json").out)["decoding"]
+    assert [row["decode"] for row in rows] == ["cpu", "gpu"]
+    assert all(row["images_per_second"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_the_lines_on_decoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = words_for_decoding(tmp_path)
+    line = r"Decoding, with \d+ workers?, in images/s: [\d,]+ on the CPU\. The slower"
+    output = run_command(monkeypatch, capsys, *words)
+    assert re.search(line, output.out)
+    assert "decoding on the GPU" not in output.out
+    monkeypatch.setattr(decoding_speed, "DEVICES", ("cpu",))
+    output = run_command(monkeypatch, capsys, *words)
+    assert re.search(line, output.out)
+    assert "Not measured\ndecoding on the GPU: decode is gpu, but the device is cpu" in output.out
+
+
+def test_decoding_of_files_that_cannot_be_read(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.jpg").write_bytes(b"not an image")
+    with pytest.raises(DataError, match="none of the images can be read"):
+        vitrail.bench(bundle(), engines=["torch"], batches=[1], seconds=0.02, device="cpu", images=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (("BUNDLE", "--decode", "cpu"), "decode is cpu, and no images are decoded; name some with --images"),
+        (("BUNDLE", "--decode", "cuda"), "decode is 'cuda'; choose one of 'auto', 'cpu', 'gpu'"),
+        (("BUNDLE", "--images", "nowhere"), "nowhere"),
         (("nowhere",), "nowhere"),
         (("BUNDLE", "--engine", "tensorrt"), "no engine is called 'tensorrt'; there are torch, onnx, openvino"),
         (

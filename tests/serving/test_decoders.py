@@ -17,8 +17,9 @@ import vitrail.serving.decoders
 from vitrail import Preprocess
 from vitrail.data import structure
 from vitrail.serving.app import Service
-from vitrail.serving.decoders import Decoders, FairQueue, default_decoders
+from vitrail.serving.decoders import Decoders, default_decoders
 from vitrail.serving.decoding import check_upload
+from vitrail.serving.fair_queue import FairQueue
 from vitrail.serving.http_errors import HttpError
 from vitrail.serving.settings import Settings
 

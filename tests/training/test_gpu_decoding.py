@@ -1,7 +1,7 @@
 """Runs whose JPEGs nvImageCodec decodes, here on the CPU: resumed exactly, and with the same draws and bad files."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from tests.support.jpeg_files import MixedFiles, jpeg, photo
 
-from vitrail.data import decoder_choice, gpu_batches
+from vitrail.data import decoder_choice, gpu_batches, resident
 from vitrail.errors import ConfigError
 from vitrail.training.run_folder import MetricsFile
 from vitrail.training.train import train
@@ -103,10 +103,44 @@ def test_resuming_with_another_decoder_says_so(
     assert "decoder was gpu before and is cpu now, so the pixels differ slightly from those of" in text
 
 
-@pytest.mark.parametrize("change", ["data.cache=32", "data.on_device=true"])
-def test_what_leaves_no_choice(data: Path, tmp_path: Path, change: str) -> None:
-    with pytest.raises(ConfigError, match=f"data.decode is gpu, but {change.partition('=')[0]}"):
-        weights(data, tmp_path / "run", "data.decode=gpu", change, "augmentation.crop=none")
+def test_what_leaves_no_choice(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.decode is gpu, but data\.cache"):
+        weights(data, tmp_path / "run", "data.decode=gpu", "data.cache=32", "augmentation.crop=none")
+
+
+def test_images_that_stay_on_the_device(data: Path, tmp_path: Path) -> None:
+    """They are decoded once by nvImageCodec, if asked; bad files are the same, and a stopped run resumes exactly."""
+    states, losses = {}, {}
+    changes = ("data.on_device=true", "augmentation.crop=padded")
+    for decode in ("auto", "gpu"):
+        expected = weights(data, tmp_path / decode, *changes, f"data.decode={decode}")
+        losses[decode] = [row["loss"] for row in MetricsFile.read(tmp_path / decode) if "loss" in row]
+        (state, *_) = sorted((tmp_path / decode / "state").glob("*/state.json"), reverse=True)
+        states[decode] = json.loads(state.read_text())
+    assert (states["gpu"]["decoder"], states["auto"]["decoder"]) == ("gpu", "cpu")
+    assert states["gpu"]["bad_files"] == states["auto"]["bad_files"] != []
+    assert losses["gpu"] == pytest.approx(losses["auto"], abs=0.02)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resident.Resident, "make", interrupted(resident.Resident.make, after=4))
+        with pytest.raises(KeyboardInterrupt):
+            weights(data, tmp_path / "resumed", *changes, "data.decode=gpu")
+    actual = weights(data, tmp_path / "resumed", *changes, "data.decode=gpu", workers=2)
+    assert "resuming from step" in (tmp_path / "resumed" / "log.txt").read_text()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def interrupted(make: Callable[..., Any], after: int) -> Callable[..., Any]:
+    """Return a method that stops a run at its `after`-th call, as Ctrl-C does."""
+    count = 0
+
+    def stop(*given: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count > after:
+            raise KeyboardInterrupt
+        return make(*given)
+
+    return stop
 
 
 def test_unknown_words(data: Path, tmp_path: Path) -> None:

@@ -37,6 +37,16 @@ def bench(
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds to measure per row of the table.")] = 2.0,
     device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:1 or mps.")] = "auto",
+    images: Annotated[
+        str | None,
+        typer.Option(
+            metavar="IMAGES",
+            help="Also measure how fast these are decoded: a folder, a manifest, tar shards or digits.",
+        ),
+    ] = None,
+    decode: Annotated[
+        str, typer.Option(help="Where JPEGs of --images are decoded: cpu, gpu (nvImageCodec), or auto: both.")
+    ] = "auto",
     override: Overrides = None,
     keys: Keys = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -50,6 +60,8 @@ def bench(
             batches=batch,
             seconds=seconds,
             device=device,
+            images=images,
+            decode=decode,
             calibrate=calibrate,
             overrides=read_overrides(override),
             keys=keys,
@@ -83,8 +95,16 @@ def _print_bench(result: "Benchmark") -> None:
             f"{quick.batch}: {quick.engine} in {quick.precision}. Speed and {result.compared}: relative to torch "
             "float32."
         )
-    if result.skipped:
+    measured = [one for one in result.decoding if one.images_per_second is not None]
+    if measured:
+        speeds = ", ".join(f"{one.images_per_second:,.0f} on the {one.decode.upper()}" for one in measured)
+        workers = f"{measured[0].workers} {'worker' if measured[0].workers == 1 else 'workers'}"
+        echo(f"\nDecoding, with {workers}, in images/s: {speeds}. The slower of this and the model limits predict.")
+    missing = [one for one in result.decoding if one.images_per_second is None]
+    if result.skipped or missing:
         echo("\nNot measured", bold=True)
+    for one in missing:
+        echo(f"decoding on the {one.decode.upper()}: {one.reason}")
     for left in result.skipped:
         where = [left.engine, left.precision, None if left.batch is None else f"batch {left.batch}"]
         echo(f"{' '.join(word for word in where if word)}: {left.reason}")

@@ -79,6 +79,14 @@ def serve(
             envvar=f"{_ENV}DECODERS",
         ),
     ] = None,
+    decode: Annotated[
+        str,
+        typer.Option(
+            help="Where JPEGs are decoded: cpu (in processes that can be killed), gpu (nvImageCodec, in the service "
+            "itself), or auto: the GPU if it can.",
+            envvar=f"{_ENV}DECODE",
+        ),
+    ] = "cpu",
     decode_time: Annotated[
         float, typer.Option(help="Maximum seconds to decode one image.", envvar=f"{_ENV}DECODE_TIME")
     ] = 10.0,
@@ -161,6 +169,7 @@ def serve(
         queue=queue,
         deadline=deadline,
         decoders=decoders,
+        decode=decode,  # type: ignore[arg-type]  # checked there
         decode_time=decode_time,
         connections=connections,
         client_connections=client_connections,

@@ -133,19 +133,40 @@ def choose_for_source(
     )  # fmt: skip
 
 
-def _problem(device: torch.device, preprocess: Preprocess, augmentation: Augmentation | None) -> str | None:
-    """Return why the GPU cannot decode; None if it can."""
+def choose_for_uploads(decode: str, device: torch.device) -> Decoder:
+    """Choose where a service decodes JPEGs, whose sizes are not known. For `gpu`, what makes it impossible is an error.
+
+    `auto` takes the GPU if it can: decoder processes take the cores from the service, and hand over the pixels.
+    """
+    check_decode(decode)
+    if decode == "cpu":
+        return ON_CPU
+    problem = _missing(device) or why_not(device)
+    if problem is None:
+        return Decoder(device, "as asked" if decode == "gpu" else "nvImageCodec is installed")
+    if decode == "gpu":
+        raise ConfigError(f"decode is gpu, but {problem}; use decode = cpu or auto")
+    return Decoder(None, problem)
+
+
+def _missing(device: torch.device) -> str | None:
+    """Return what is missing to decode on a device."""
     if device.type not in DEVICES:
         return f"the device is {device.type}, and only a CUDA device decodes"
-    if not is_installed():
-        return "nvImageCodec is not installed (pip install 'vitrail[gpu]')"
+    return None if is_installed() else "nvImageCodec is not installed (pip install 'vitrail[gpu]')"
+
+
+def _problem(device: torch.device, preprocess: Preprocess, augmentation: Augmentation | None) -> str | None:
+    """Return why the GPU cannot decode; None if it can."""
+    if (missing := _missing(device)) is not None:
+        return missing
     if preprocess.channels not in (1, 3):
         return f"the model takes {preprocess.channels} channels, which a JPEG does not have"
     if augmentation is not None and augmentation.crop not in CROPS:
         return f'augmentation.crop = "{augmentation.crop}" is not implemented there'
-    missing = None if augmentation is None else not_on_device(augmentation)
-    if missing is not None:
-        return f"{missing} is not implemented there"
+    absent = None if augmentation is None else not_on_device(augmentation)
+    if absent is not None:
+        return f"{absent} is not implemented there"
     filters: tuple[Interpolation, ...] = (preprocess.interpolation,)
     if augmentation is not None and augmentation.crop != "none":
         filters = (augmentation.interpolation, *filters)

@@ -212,7 +212,7 @@ class DecodingThreads:
         pending: deque[Future[R]] = deque()
         try:
             for item in items:
-                pending.append(pool.submit(self._work, work, item))
+                pending.append(pool.submit(self.run, work, item))
                 if len(pending) > self.count:
                     yield pending.popleft().result()
             while pending:
@@ -220,7 +220,8 @@ class DecodingThreads:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _work(self, work: Callable[[GpuDecoder, T], R], item: T) -> R:
+    def run(self, work: Callable[[GpuDecoder, T], R], item: T) -> R:
+        """Return `work(decoder, item)` with a decoder that is free, in the caller's thread."""
         try:
             decoder, stream = self._free.pop()
         except IndexError:

@@ -25,7 +25,8 @@ from vitrail.data.augmentation.on_device import (
     operation_capacity,
     pad_plans,
 )
-from vitrail.data.batches import BadImage, Batch, Evaluation, Training, evaluation_batches, prefetch
+from vitrail.data.batches import BadImage, Batch, Evaluation, Training, prefetch
+from vitrail.data.decoder_choice import ON_CPU, Decoder
 from vitrail.data.packing import PackedArrays, Slot
 from vitrail.data.sources.targets import kind_of_labels, label_rows
 from vitrail.errors import ConfigError, DataError
@@ -86,11 +87,11 @@ class Planning(Dataset[Any]):
 class Resident:
     """A training split on a device."""
 
-    def __init__(self, training: Training, device: torch.device, workers: int) -> None:
+    def __init__(self, training: Training, device: torch.device, workers: int, decoder: Decoder = ON_CPU) -> None:
         if kind_of_labels(training.source) == "masks":
             raise ConfigError("images with masks are augmented on the CPU, so they cannot be kept on the device")
         check_on_device(training.augmentation)
-        self.training, self.device, self.workers = training, device, workers
+        self.training, self.device, self.workers, self.decoder = training, device, workers, decoder
         self.bad: list[BadImage] = []
         self.pixels, replacements = self._read(device)
         self.replacements = replacements.to(device)
@@ -162,9 +163,9 @@ class Resident:
         pixels = torch.empty(shape, dtype=torch.uint8, device=device)
         readable_mask = torch.zeros(len(source), dtype=torch.bool)
         read = Evaluation(source, preprocess, READ_AT_ONCE, bad_files=self.training.bad_files)
-        for batch in evaluation_batches(read, workers=self.workers, pin=device.type == "cuda"):
+        for batch in self.decoder.batches(read, device, self.workers):
             pixels[batch.indices.to(device)] = batch.pixels.to(device)
-            readable_mask[batch.indices] = True
+            readable_mask[batch.indices.cpu()] = True
             self.bad += batch.bad
         if not readable_mask.any():
             raise DataError("none of the images can be read; run vitrail check to see why")
@@ -190,8 +191,8 @@ class _CapturedBatch:
 class ResidentEvaluation:
     """A split that is evaluated repeatedly: read on the first pass, then kept on the device."""
 
-    def __init__(self, data: Evaluation, device: torch.device, workers: int) -> None:
-        self.data, self.device, self.workers = data, device, workers
+    def __init__(self, data: Evaluation, device: torch.device, workers: int, decoder: Decoder = ON_CPU) -> None:
+        self.data, self.device, self.workers, self.decoder = data, device, workers, decoder
         self._kept: list[Batch] | None = None
 
     def batches(self) -> Iterator[Batch]:
@@ -200,7 +201,7 @@ class ResidentEvaluation:
             yield from self._kept
             return
         kept: list[Batch] = []
-        for batch in evaluation_batches(self.data, workers=self.workers, pin=self.device.type == "cuda"):
+        for batch in self.decoder.batches(self.data, self.device, self.workers):
             batch = batch._replace(pixels=batch.pixels.to(self.device))
             kept.append(batch)
             yield batch

@@ -1,34 +1,39 @@
 """A pool of decoder processes, shared fairly between clients.
 
 Images are small or large jobs, judged by their headers. Large jobs always leave one decoder free for small ones, and
-one client may use at most half of the decoders for large jobs. Clients take turns in both queues.
+one client may use at most half of the decoders for large jobs. Clients take turns in both queues. With `--decode gpu`,
+small JPEGs are decoded on the GPU instead (`gpu_uploads`), and the processes decode the rest.
 """
 
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Generic, NamedTuple, TypeVar, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 
+from vitrail.data.decoder_choice import choose_for_uploads
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Pixels
 from vitrail.runtime import available_cores, choose_device
 from vitrail.serving.connections import rate_limited_log
 from vitrail.serving.decoder_process import READY, RESULT_HEADER, TASK_HEADER
 from vitrail.serving.decoding import check_upload
+from vitrail.serving.fair_queue import FairQueue
+from vitrail.serving.gpu_uploads import GpuUploads
 from vitrail.serving.http_errors import HttpError
 from vitrail.serving.settings import Settings
 
-Job = TypeVar("Job")
+_log = logging.getLogger("vitrail.serving")
 START_TIME = 60.0
 """Seconds a new process may take to import its modules; 0.1 s on an idle machine."""
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -42,40 +47,6 @@ LARGE = 16_000_000
 def default_decoders(device: torch.device) -> int:
     """Return how many processes decode: on a CPU few, because the model needs the cores."""
     return 2 if device.type == "cpu" else max(2, available_cores() - 1)
-
-
-class FairQueue(Generic[Job]):
-    """Queued jobs by client and request."""
-
-    def __init__(self) -> None:
-        self._clients: OrderedDict[Hashable, OrderedDict[Hashable, deque[Job]]] = OrderedDict()
-
-    def __iter__(self) -> Iterator[Job]:
-        return (job for requests in self._clients.values() for jobs in requests.values() for job in jobs)
-
-    def add(self, client: Hashable, request: Hashable, job: Job) -> None:
-        """Append a job to its request."""
-        self._clients.setdefault(client, OrderedDict()).setdefault(request, deque()).append(job)
-
-    def take(self, may: Callable[[Hashable], bool]) -> tuple[Hashable, Job] | None:
-        """Take a job of the least recently served client for which `may` returns True."""
-        for client in self._clients:
-            if may(client):
-                return client, self._pop(client)
-        return None
-
-    def _pop(self, client: Hashable) -> Job:
-        requests = self._clients[client]
-        request = next(iter(requests))
-        jobs = requests[request]
-        job = jobs.popleft()
-        requests.move_to_end(request)
-        self._clients.move_to_end(client)
-        if not jobs:
-            del requests[request]
-        if not requests:
-            del self._clients[client]
-        return job
 
 
 class _DecoderFailed(Exception):  # noqa: N818 - not an error of ours
@@ -102,7 +73,11 @@ class Decoders:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._count = settings.decoders or default_decoders(choose_device(settings.device))
+        device = choose_device(settings.device)
+        self._count = settings.decoders or default_decoders(device)
+        chosen = choose_for_uploads(settings.decode, device)
+        chosen.announce(_log.info)
+        self._gpu = None if chosen.device is None else GpuUploads(chosen.device)
         self._small: FairQueue[_Job] = FairQueue()
         self._large: FairQueue[_Job] = FairQueue()
         self._idle: list[_Decoder] = []
@@ -113,11 +88,15 @@ class Decoders:
 
     async def start(self) -> None:
         """Start all processes up front; otherwise they start on demand."""
+        if self._gpu is not None:
+            await self._gpu.start()
         self._idle += await asyncio.gather(*(_start_decoder() for _ in range(self._count - len(self._idle))))
 
     async def close(self) -> None:
         """Kill the processes."""
         self._closed = True
+        if self._gpu is not None:
+            await self._gpu.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -125,7 +104,9 @@ class Decoders:
 
     def waiting(self) -> float:
         """Return how many seconds the oldest small image has waited."""
-        return monotonic() - min((job.arrived for job in self._small if not job.result.done()), default=monotonic())
+        now = monotonic()
+        waited = max((now - job.arrived for job in self._small if not job.result.done()), default=0.0)
+        return waited if self._gpu is None else max(waited, self._gpu.waiting())
 
     async def decode(self, content: bytes, preprocess: Preprocess, client: Hashable, request: asyncio.Lock) -> Pixels:
         """Return the preprocessed pixels, or raise `HttpError`; images rejected by their header do not wait.
@@ -136,12 +117,12 @@ class Decoders:
         async with request:
             outline = check_upload(content, self._settings.formats, self._settings.pixels)
             await asyncio.sleep(0)
-        job = _Job(
-            content,
-            preprocess,
-            outline is None or outline.work > LARGE,
-            asyncio.get_running_loop().create_future(),
-        )
+        large = outline is None or outline.work > LARGE
+        if self._gpu is not None and not large:
+            pixels = await self._gpu.decode(content, preprocess, client, request)
+            if pixels is not None:
+                return pixels
+        job = _Job(content, preprocess, large, asyncio.get_running_loop().create_future())
         (self._large if job.large else self._small).add(client, request, job)
         self._dispatch()
         return await job.result

@@ -71,6 +71,9 @@ class Settings(Frozen):
     """Seconds from a request's last byte to its response; after that, 504."""
     decoders: Annotated[int, Field(gt=0, le=256)] | None = None
     """Number of decoder processes. By default 2 if the model runs on the CPU, and on a GPU one per core, except one."""
+    decode: Literal["auto", "cpu", "gpu"] = "cpu"
+    """Where JPEGs are decoded: `cpu`, in the decoder processes; `gpu` (nvImageCodec), in the service itself; or `auto`,
+    the GPU if it can."""
     decode_time: Seconds = 10.0
     """Seconds one image may take to decode; after that its decoder is killed and the response is 422."""
 

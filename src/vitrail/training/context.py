@@ -119,17 +119,18 @@ def run_context(plan: TrainingPlan, splits: Splits, ranks: Ranks, workers: int |
 
 def _decoder(plan: TrainingPlan, splits: Splits, device: torch.device, workers: int) -> Decoder:
     """Choose where JPEGs are decoded; some recipes leave no choice."""
-    recipe = plan.recipe
+    recipe, on_device = plan.recipe, plan.recipe.data.on_device
     reasons = {
         "data.cache keeps decoded images": recipe.data.cache is not None,
-        "data.on_device reads each image once": recipe.data.on_device,
-        "the views of dino are made on the CPU": recipe.dino is not None,
+        # Decoding takes memory of the GPU, which the images may fill: only if it is asked for.
+        "data.on_device reads each image once": on_device and recipe.data.decode != "gpu",
+        "the views of dino are made on the CPU": recipe.dino is not None and not on_device,
     }
     reason = next((text for text, holds in reasons.items() if holds), None)
     if reason is None:
         return choose_for_source(
             recipe.data.decode, device, plan.preprocess, splits.train, count=plan.steps * plan.batch,
-            workers=workers, augmentation=plan.augmentation,
+            workers=workers, augmentation=None if on_device else plan.augmentation,
         )  # fmt: skip
     if recipe.data.decode == "gpu":
         raise ConfigError(f"data.decode is gpu, but {reason}; use data.decode=cpu or auto")

@@ -127,7 +127,7 @@ class TrainingRun:
             pin = context.device.type == "cuda"
             return view_batches(self.training, first, steps, workers=context.workers, pin=pin)
         if self.plan.recipe.data.on_device:
-            return Resident(self.training, context.device, context.workers).batches(first, steps)
+            return Resident(self.training, context.device, context.workers, context.decoder).batches(first, steps)
         if context.decoder.device is not None:
             return gpu_training_batches(self.training, first, steps, context.decoder.device, workers=context.workers)
         pin = context.device.type == "cuda"

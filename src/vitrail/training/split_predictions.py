@@ -73,12 +73,11 @@ class SplitPredictor:
 def split_predictor(plan: TrainingPlan, context: RunContext, often: Source) -> SplitPredictor:
     """Return a `SplitPredictor`; with `data.on_device`, it keeps the split `often` on the device if that fits."""
     on_device = plan.recipe.data.on_device and context.resident_validation
-    kept = (
-        (often, ResidentEvaluation(rank_slice(often, plan, context), context.device, context.workers))
-        if on_device
-        else None
-    )
-    return SplitPredictor(plan, context, kept)
+    if not on_device:
+        return SplitPredictor(plan, context, None)
+    images = rank_slice(often, plan, context)
+    kept = ResidentEvaluation(images, context.device, context.workers, context.decoder)
+    return SplitPredictor(plan, context, (often, kept))
 
 
 def rank_slice(source: Source, plan: TrainingPlan, context: RunContext) -> Evaluation:
