@@ -48,7 +48,9 @@ from vitrail.inference.jobs import (
     is_finished,
 )
 from vitrail.inference.listing import is_plain_file, list_items, nothing_listed, read_stdin
+from vitrail.inference.mask_files import MaskFolder, check_mask_folder, check_masks, check_whole
 from vitrail.inference.skipped import SkippedFiles
+from vitrail.inference.windows import Canvas, CanvasDecoding, Windows, windows_for
 from vitrail.inference.writing import Format, PredictionRow, Sink, TerminalWriter, choose_format
 from vitrail.runtime import InferencePrecision, OnPlan, Precision, choose_device
 from vitrail.tasks.lookup import compare_for, task_of
@@ -93,7 +95,9 @@ def predict_items(
     check_counts(top, batch)
     engine = predictor.engine
     cpu_threads = engine.cpu_threads if isinstance(engine, TorchEngine | Int8Engine) else None
-    if decoder.device is not None:
+    if predictor.windows is not None:
+        made = _in_windows(predictor, predictor.windows, items, top, batch, workers)
+    elif decoder.device is not None:
         made = _on_device(predictor, decoder.device, items, top, batch, workers)
     elif workers is None and cpu_threads is not None and cpu_threads.one_core_each:
         made = _in_threads(predictor, cpu_threads, items, top, batch)
@@ -149,6 +153,27 @@ def _in_workers(
             with one_thread() if workers else nullcontext():
                 rows = _rows(predictor, one, outputs, top)
             yield rows
+
+
+def _in_windows(
+    predictor: Predictor[Any], windows: Windows, items: Iterator[Item], top: int, batch: int, workers: int | None
+) -> Iterator[list[PredictionRow]]:
+    """Yield one row at a time: every image has windows of its own."""
+    batches = item_batches(items, 1)
+    first = list(islice(batches, batch))
+    if workers is None:
+        workers = default_workers() if len(first) == batch else 0
+
+    def compute(canvas: Canvas) -> Tensor | None:
+        return windows.outputs(predictor.engine, canvas.pixels, batch) if canvas.error is None else None
+
+    decoded = map(checked, prefetch(CanvasDecoding(windows), chain(first, batches), workers=workers))
+    on_gpu = predictor.device.type == "cuda" and workers > 0
+    computed = ahead(compute, decoded) if on_gpu else ((one, compute(one)) for one in decoded)
+    with closing(computed):
+        for canvas, outputs in computed:
+            named = Decoded(canvas.pixels, (canvas.name,), (canvas.error,))
+            yield _rows(predictor, named, outputs, top)
 
 
 def decoding_for(predictor: Predictor[Any]) -> Decoding:
@@ -209,6 +234,8 @@ def predict_files(
     null: bool = False,
     resume: bool = False,
     overwrite: bool = False,
+    masks: str | Path | None = None,
+    window: float | None = None,
     sink: Sink | None = None,
     on_progress: Callable[[int, int | None], None] | None = None,
     on_plan: OnPlan | None = None,
@@ -217,6 +244,7 @@ def predict_files(
 
     An unreadable image becomes a row with an error; if all images are unreadable, `DataError` is raised at the end. If
     remote storage fails, `StorageError` is raised and the rows written so far are kept.
+    `masks` is a folder for the masks of a segmentation model, and `window` the scale of its windows.
     `quantise` opens the engine of int8. `on_progress` is called with the number of rows, and the total if known. With
     `resume`, a finished job stays as it is; its summary then has only earlier rows.
     """
@@ -224,7 +252,12 @@ def predict_files(
     places = [places] if isinstance(places, str) else places
     output = None if output is None else Path(output)
     chosen = choose_format(format, output, interactive=sys.stdout.isatty())
-    _check_output(output, chosen, places, resume, overwrite)
+    _check_output(output, chosen, places, resume, overwrite, masks=masks is not None)
+    before = earlier_job(output) if output is not None and resume else None
+    ended = output is not None and resume and is_finished(output)
+    if masks is not None:
+        masks = Path(masks)
+        check_mask_folder(masks, places, resume=ended or before is not None, overwrite=overwrite)
     if quantise is None:
         check_precision(precision)
     check_decode(decode)
@@ -235,14 +268,25 @@ def predict_files(
     if first is None:
         raise nothing_listed(places, skipped)
     items = chain([first], items)
-    if output is not None and resume and is_finished(output):
-        finished = count_finished(output, chosen, items)
+    if output is not None and ended:
+        earlier_masks = None if masks is None else MaskFolder(masks, places)
+        finished = count_finished(output, chosen, items if earlier_masks is None else earlier_masks.named(items))
+        if earlier_masks is not None:
+            earlier_masks.start(finished)
         check_readable(finished)
         return Summary(finished.done, finished.bad, finished.done, 0.0, precision, skipped)
     opened = ready_bundle(bundle)
     task = task_of(opened)
     top = min(top, opened.model.config.classes)
-    before = earlier_job(output) if output is not None and resume else None
+    if masks is not None:
+        check_masks(opened)
+        if window is None:
+            check_whole(opened.preprocess)
+    if window is not None:
+        windows_for(opened, window)  # raises before anything is opened
+        if decode == "gpu":
+            raise ConfigError("windows are cut from images that a CPU decodes; leave out --decode, or --window")
+        decode = "cpu"
     resolved: Precision | Engine
     why = None
     computed: InferencePrecision
@@ -265,15 +309,21 @@ def predict_files(
     else:
         images, model = digest_places(places, null), digest_model(opened)
         calibration = resolved.digest if isinstance(resolved, Int8Engine) else ""
-        job = PredictJob(images, model, top, engine, precision, chosen, computed, decode, decoder.name, calibration)
+        job = PredictJob(
+            images, model, top, engine, precision, chosen, computed, decode, decoder.name, calibration,
+            masks="" if masks is None else os.path.abspath(masks), window=window,
+        )  # fmt: skip
         sink = Output(output, job, task.row_format(opened.classes), resume=resume, overwrite=overwrite)
     predictor: Predictor[Any] = (
-        Predictor(opened, engine=engine, precision=resolved, device=device)
+        Predictor(opened, engine=engine, precision=resolved, device=device, window=window)
         if isinstance(resolved, str)
-        else Predictor(opened, engine=resolved, device=device)
+        else Predictor(opened, engine=resolved, device=device, window=window)
     )
-    with _resumable(output if chosen != "table" else None), sink:
-        items = sink.skip_done(items)
+    folder = None if masks is None else MaskFolder(masks, places, opened.preprocess.channels)
+    with _resumable(output if chosen != "table" else None), sink, folder or nullcontext():
+        items = sink.skip_done(items if folder is None else folder.named(items))
+        if folder is not None:
+            folder.start(sink)
         if on_plan is not None:
             on_plan(str(predictor.engine.plan))
         decoder.announce(on_plan)
@@ -281,7 +331,9 @@ def predict_files(
         made = predict_items(
             predictor, items, top=top, batch=batch, workers=workers, first=earlier + 1, decoder=decoder
         )
-        for rows in made:
+        # Files of masks are written while the model computes the next batch.
+        written = made if folder is None else (rows for _, rows in ahead(folder.write, made))
+        for rows in written:
             sink.write(rows)
             if on_progress is not None:
                 on_progress(sink.done, total)
@@ -305,10 +357,12 @@ def _resumable(output: Path | None) -> Iterator[None]:
         raise StorageError(f"{error}; add --resume to keep the rows in {printable_path(os.fspath(output))}") from None
 
 
-def _check_output(output: Path | None, format: Format, places: Sequence[str], resume: bool, overwrite: bool) -> None:
+def _check_output(
+    output: Path | None, format: Format, places: Sequence[str], resume: bool, overwrite: bool, *, masks: bool
+) -> None:
     if output is not None:
         check_target(output, format, places, resume=resume, overwrite=overwrite)
-    elif resume or overwrite:
+    elif resume or (overwrite and not masks):
         raise ConfigError("--resume and --overwrite need a file; give one with --output")
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitrail.acceleration.agreement import Agreement
+from vitrail.data.mask_images import MOST_CLASSES
 from vitrail.data.sources.masks import IGNORED_PIXEL, match_masks
 from vitrail.data.sources.source import Source
 from vitrail.data.sources.targets import Kind
@@ -56,11 +57,28 @@ MAX_BALANCE = 100.0
 """The most that class_weights=balanced lets a pixel count."""
 FINER = 4
 """The shares of a prediction are counted on a grid that is finer than that of the patches by this factor."""
+AT_ONCE = 1 << 24
+"""Logits of pixels that `largest_class` holds at a time: 64 MB."""
 
 
 def upsampled(outputs: Tensor, size: tuple[int, int]) -> Tensor:
     """Return logits (B, K, H, W) for pixels, from those of patches (B, K, h, w)."""
     return F.interpolate(outputs, size, mode="bilinear", align_corners=False)
+
+
+def largest_class(logits: Tensor, size: tuple[int, int]) -> Tensor:
+    """Return the class (H, W) of every pixel, from logits of patches (K, h, w).
+
+    A few classes are upsampled at a time: all of them for a photograph would take gigabytes.
+    """
+    together = max(1, AT_ONCE // (size[0] * size[1]))
+    best, found = torch.full(size, -math.inf), torch.zeros(size, dtype=torch.int64)
+    for start in range(0, len(logits), together):
+        values, classes = upsampled(logits[None, start : start + together], size)[0].max(dim=0)
+        better = values > best
+        best = torch.where(better, values, best)
+        found = torch.where(better, classes + start, found)
+    return found
 
 
 # ── predictions ──
@@ -77,6 +95,8 @@ class MaskPrediction(Prediction):
     indices: tuple[int, ...] = ()
     logits: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
     """(K, h, w), per patch; None if the image could not be read."""
+    file: str | None = None
+    """The index PNG with the mask, if `vitrail.predict` wrote one."""
 
     def __repr__(self) -> str:
         if self.error is not None:
@@ -87,18 +107,20 @@ class MaskPrediction(Prediction):
     def mask(self, height: int, width: int) -> NDArray[np.uint8]:
         """Return the class of every pixel (height, width), for an image of that size; indices of the model's outputs.
 
-        The model sees the whole image, so give the size of the original.
+        The model sees the whole image, so give the size of the original as it is displayed. Of an array `pixels` that
+        is `prediction.mask(*pixels.shape[:2])`; of a Pillow image, whose size is (width, height),
+        `prediction.mask(image.height, image.width)`.
         """
         if self.logits is None:
             raise InputError(f"there is no mask: {self.error or 'the prediction has no logits'}")
         if height < 1 or width < 1:
             raise InputError(f"a mask of {height}×{width} pixels cannot be made; give the size of the image")
-        outputs = upsampled(torch.from_numpy(self.logits)[None], (height, width))
-        return outputs[0].argmax(dim=0).to(torch.uint8).numpy()
+        check_mask_classes(len(self.logits))
+        return largest_class(torch.from_numpy(self.logits), (height, width)).to(torch.uint8).numpy()
 
     def fields(self) -> dict[str, Any]:
-        """Return the classes in the mask with their shares."""
-        return {"classes": self.classes, "shares": self.shares}
+        """Return the classes in the mask with their shares, and its file."""
+        return {"classes": self.classes, "shares": self.shares, "mask": self.file}
 
     def response(self) -> dict[str, Any]:
         """Return a list of the classes in the mask, each with name, index and share."""
@@ -107,9 +129,9 @@ class MaskPrediction(Prediction):
 
 
 class MaskRows(RowFormat):
-    """Rows with the classes in a mask and their shares."""
+    """Rows with the classes in a mask, their shares, and the file of the mask if one was written."""
 
-    types: ClassVar[Mapping[str, FieldType]] = {"classes": "strings", "shares": "floats"}
+    types: ClassVar[Mapping[str, FieldType]] = {"classes": "strings", "shares": "floats", "mask": "string"}
     schema: ClassVar[Mapping[str, Any]] = {
         "classes": {
             "type": "array",
@@ -123,13 +145,13 @@ class MaskRows(RowFormat):
     title: ClassVar[tuple[str, str, str]] = ("largest class", "share", "other classes")
 
     def csv_header(self, top: int) -> list[str]:
-        """Return two columns for each of the largest classes."""
-        return [column for place in range(1, top + 1) for column in (f"class_{place}", f"share_{place}")]
+        """Return two columns for each of the largest classes, and one for the file of the mask."""
+        return [*(column for place in range(1, top + 1) for column in (f"class_{place}", f"share_{place}")), "mask"]
 
     def csv_cells(self, fields: Mapping[str, Any], top: int) -> list[Any]:
-        """Return class and share in turns."""
+        """Return class and share in turns, and the file."""
         cells = [cell for pair in zip(fields["classes"], fields["shares"], strict=True) for cell in pair]
-        return [*cells, *[""] * (2 * top - len(cells))]
+        return [*cells, *[""] * (2 * top - len(cells)), fields["mask"]]
 
     def table_cells(self, fields: Mapping[str, Any]) -> tuple[str, str, str]:
         """Return the largest class, its share, and the others."""
@@ -310,6 +332,15 @@ class Segmentation(Task):
             "predicted_pixels": pixels(counts[:, 1]),
             "correct_pixels": pixels(counts[:, 0]),
         }
+
+
+def check_mask_classes(classes: int) -> None:
+    """Raise if a mask cannot hold that many classes."""
+    if classes > MOST_CLASSES:
+        raise InputError(
+            f"a mask has 8 bits per pixel and at most {MOST_CLASSES} classes, but the model has {classes:,}; leave out "
+            "the masks"
+        )
 
 
 def pixel_weights(labels: NDArray[Any], classes: Sequence[str], objective: Objective) -> Tensor | None:
