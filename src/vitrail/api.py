@@ -240,6 +240,7 @@ def check(
     *,
     task: str | None = None,
     labels: str | Sequence[str] = (),
+    ignore: Sequence[int] = (),
     size: int = 224,
     images_per_second: float | None = None,
     sheet: str | Path | None = None,
@@ -250,11 +251,12 @@ def check(
 
     Every image is decoded, by `workers` processes (by default one per core). `size` is the image size of your model.
     With `images_per_second`, the training speed of your device, `bounds` says how many workers it needs. `sheet` is a
-    PNG file to write: a few images of each class. `task` and `labels`, the columns that hold the labels, are the
-    recipe's `task` and `data.labels`; by default the labels decide. Raises `DataError` if no image can be read.
+    PNG file to write: a few images of each class. `task`, `labels` and `ignore` are the recipe's `task`, `data.labels`
+    (the columns that hold the labels) and `data.ignore` (values in masks); by default the labels decide. Raises
+    `DataError` if no image can be read.
     """
     columns = (labels,) if isinstance(labels, str) else tuple(labels)
-    labelling = Labelling(None if task is None else task_named(task).kind, columns)
+    labelling = Labelling(None if task is None else task_named(task).kind, columns, None, tuple(ignore))
     return check_data(
         data, size=size, images_per_second=images_per_second, sheet=sheet, workers=workers, labelling=labelling,
         on_progress=on_progress,

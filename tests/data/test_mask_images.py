@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from vitrail.data.mask_images import IGNORED_PIXEL, MOST_CLASSES, mask_png, overlay, palette
+from vitrail.data.mask_images import mask_png, overlay, palette
+from vitrail.data.sources.masks import IGNORED_PIXEL, MOST_CLASSES
 from vitrail.errors import InputError
 
 

@@ -29,7 +29,7 @@ from vitrail.inference.classifier import Predictor
 from vitrail.inference.jobs import Output
 from vitrail.inference.mirrored_names import MirroredNames
 from vitrail.inference.windows import windows_for
-from vitrail.tasks.segmentation import MaskPrediction, largest_class, upsampled
+from vitrail.tasks.segmentation import MaskPrediction, candidates, largest_class, upsampled
 
 BUNDLE = colour_bundle()
 SIZES = {"a/wide.png": (40, 96), "a/b/tall.png": (72, 32), "square.png": (32, 32)}
@@ -220,13 +220,15 @@ def test_predictions_in_memory_have_masks() -> None:
         vitrail.predict(BUNDLE, pixels, masks="out", device="cpu")
 
 
-def test_many_classes_are_upsampled_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = torch.randn(7, 5, 6, generator=torch.Generator().manual_seed(0))
-    logits[6] = logits[2]  # ties: the first class counts
-    whole = upsampled(logits[None], (33, 41))[0].argmax(dim=0)
-    for at_once in (1, 3 * 33 * 41, 1 << 24):
-        monkeypatch.setattr("vitrail.tasks.segmentation.AT_ONCE", at_once)
-        assert torch.equal(largest_class(logits, (33, 41)), whole)
+@pytest.mark.parametrize("spread", [0.1, 1, 30])
+def test_classes_that_are_largest_nowhere_are_left_out(spread: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(40, 5, 6, generator=generator)
+    logits[::7] += spread
+    logits[14] = logits[7]  # ties: the first class counts
+    assert (len(candidates(logits)) < 40) == (spread == 30)
+    for size in ((33, 41), (3, 2), (5, 6)):
+        assert torch.equal(largest_class(logits, size).long(), upsampled(logits[None], size)[0].argmax(dim=0))
 
 
 # ── resuming ──

@@ -61,6 +61,14 @@ def test_folders_are_sorted_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(whole) == 23 + len(expected)
 
 
+def test_masks_beside_images_are_not_listed() -> None:
+    touch(
+        "d/images/1.jpg", "d/masks/1.png", "d/val/Images/2.jpg", "d/val/Masks/2.png", "d/classes.txt", "e/masks/3.png"
+    )
+    assert names(list_items(["d"])) == ["d/images/1.jpg", "d/val/Images/2.jpg"]
+    assert names(list_items(["e", "d/masks"])) == ["e/masks/3.png", "d/masks/1.png"]
+
+
 def test_links_in_folders() -> None:
     touch("f/a.png", "elsewhere/b.png")
     os.symlink("../elsewhere", "f/linked")

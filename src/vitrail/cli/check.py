@@ -34,11 +34,17 @@ def check(
     ],
     task: Annotated[
         str | None,
-        typer.Option(help="Task: classification, multilabel or regression; by default what the labels are."),
+        typer.Option(
+            help="Task: classification, multilabel, regression or segmentation; by default what the labels are."
+        ),
     ] = None,
     labels: Annotated[
         list[str] | None,
         typer.Option(help="Column of a manifest that holds labels. Can be repeated; by default by its name."),
+    ] = None,
+    ignore: Annotated[
+        list[int] | None,
+        typer.Option(help="Value in masks of pixels without a class, besides 255. Can be repeated."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     sheet: Annotated[
@@ -70,8 +76,8 @@ def check(
     """Find unreadable files, duplicates, class imbalance and outliers in a dataset, and measure how fast it loads."""
     with progress() as bar:
         result = vitrail.check(
-            data, task=task, labels=labels or (), size=size, images_per_second=images_per_second, sheet=sheet,
-            workers=workers, on_progress=bar,
+            data, task=task, labels=labels or (), ignore=ignore or (), size=size,
+            images_per_second=images_per_second, sheet=sheet, workers=workers, on_progress=bar,
         )  # fmt: skip
     if as_json:
         echo(json.dumps(result.as_dict(), indent=2, ensure_ascii=False))
@@ -133,7 +139,7 @@ def _print_labels(report: "Report") -> None:
         _heading("Classes")
         _print_classes(report, "class", None)
         return
-    _heading("Labels" if facts.kind == "labels" else "Numbers")
+    _heading({"labels": "Labels", "values": "Numbers", "masks": "Masks"}[facts.kind])
     if facts.reason:
         _print_wrapped(f"Detected: {facts.reason}.")
     for line in facts.lines:
@@ -152,25 +158,33 @@ def _print_labels(report: "Report") -> None:
         echo()
         _print_classes(report, facts.columns[0].name, facts.images)
     else:
-        _print_classes(report, "label", facts.images)
+        _print_classes(report, "class" if facts.pixels else "label", facts.images)
 
 
 def _print_classes(report: "Report", what: str, images: dict[str, int] | None) -> None:
     """Print the counts per class, largest first; of many classes, only the largest and the smallest.
 
-    Ranges of numbers stay in order. `images` are those of each split, unless they are the sum of the counts.
+    Ranges of numbers stay in order; classes of masks are sorted by their share of the pixels. `images` are those of
+    each split, unless they are the sum of the counts.
     """
     splits = list(report.counts)
     ranges = report.targets is not None and report.targets.kind == "values"
     names = sorted(report.classes, key=lambda name: 0 if ranges else -report.counts["train"][name])
-    rows = [(name, *(f"{report.counts[split][name]:,}" for split in splits)) for name in names]
+    pixels = () if report.targets is None else report.targets.pixels
+    shares = {one.name: f"{100 * one.share:.2f}%" for one in pixels}
+    names = sorted(names, key=lambda name: -next((one.share for one in pixels if one.name == name), 0))
+    rows = [
+        (name, *([shares[name]] if shares else []), *(f"{report.counts[split][name]:,}" for split in splits))
+        for name in names
+    ]
     if len(rows) > MAX_CLASSES:
         half = MAX_CLASSES // 2
-        left_out = (f"… {len(rows) - 2 * half:,} more …", *("" for _ in splits))
+        left_out = (f"… {len(rows) - 2 * half:,} more …", *("" for _ in rows[0][1:]))
         rows = [*rows[:half], left_out, *rows[-half:]]
     all_of = {split: sum(report.counts[split].values()) for split in splits} if images is None else images
-    total = ("all", *(f"{all_of[split]:,}" for split in splits))
-    print_table((what, *splits), [*rows, total], numbers=splits)
+    heads = [*(["pixels"] if shares else []), *splits]
+    total = ("all", *([""] if shares else []), *(f"{all_of[split]:,}" for split in splits))
+    print_table((what, *heads), [*rows, total], numbers=heads)
 
 
 def _print_speed(speed: "Speed", bounds: "tuple[Bound, ...]", cores: int, size: int) -> None:

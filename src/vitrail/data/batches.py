@@ -25,12 +25,14 @@ from torch.utils.data import DataLoader, Dataset
 from vitrail.data.augmentation import augment
 from vitrail.data.augmentation.augment import Augmentation, AugmentationPlan
 from vitrail.data.augmentation.draws import draws
+from vitrail.data.augmentation.masks import apply_to_mask
 from vitrail.data.augmentation.mixing import Mixing, draw_mix
 from vitrail.data.decode import LazyImage, open_image
 from vitrail.data.preprocess import Preprocess, resized_size
 from vitrail.data.slots import InSlots, Slots, empty_buffer
+from vitrail.data.sources.masks import IGNORED_PIXEL, Mask, mask_at
 from vitrail.data.sources.source import Pixels, Source
-from vitrail.data.sources.targets import labels_at
+from vitrail.data.sources.targets import kind_of_labels, labels_at
 from vitrail.data.stream import WHOLE_BATCH, RankSlice, Stream, evaluation_slice
 from vitrail.errors import ConfigError, DataError, StorageError, VitrailError
 from vitrail.runtime import available_cores
@@ -58,7 +60,7 @@ class Batch(NamedTuple):
     pixels: Tensor
     """(B, C, H, W), uint8, channels last in memory."""
     labels: Tensor
-    """(B,), -1 where the class is unknown; or targets (B, K)."""
+    """(B,), -1 where the class is unknown; or targets (B, K); or masks (B, H, W), uint8, 255 without a class."""
     indices: Tensor
     """(B,), indices into the source."""
     lam: Tensor
@@ -133,6 +135,8 @@ class Training(BatchDataset):
     def __post_init__(self) -> None:
         check_choice("bad_files", self.bad_files, get_args(BadFiles))
         own = len(self.stream.positions(0, self.rank_slice))
+        if self.mixing.on and kind_of_labels(self.source) == "masks":
+            raise ConfigError("mixup and CutMix do not mix masks; turn mixing off")
         if self.mixing.on and own % 2:
             raise ConfigError(
                 f"mixup and CutMix mix pairs of neighbours, but each of the {self.rank_slice.world_size} processes "
@@ -141,8 +145,8 @@ class Training(BatchDataset):
 
     @property
     def batch_bytes(self) -> int:
-        """Bytes of a batch's pixels."""
-        return len(self.stream.positions(0, self.rank_slice)) * self.preprocess.pixel_bytes
+        """Bytes of a batch's pixels, and masks."""
+        return len(self.stream.positions(0, self.rank_slice)) * _bytes_each(self.source, self.preprocess)
 
     def __getitem__(self, step: int) -> Batch | Failure:
         """Make the batch of a step."""
@@ -156,19 +160,35 @@ class Training(BatchDataset):
         indices = self.stream.images_at(positions)
         mix = draw_mix(self.mixing, self.stream.seed, positions, self.preprocess.size)
         pixels = empty_pixels(len(positions), self.preprocess)
+        masks = empty_masks(len(positions), self.source, self.preprocess)
         rows, bad = pixels.numpy(), []
         for row, position in enumerate(positions):
-            load = partial(self.load, position=int(position))
-            indices[row], rows[row], failed = load_readable(self.source, int(indices[row]), self.bad_files, load)
+            load = partial(self._into, rows, masks, row, position=int(position))
+            indices[row], _, failed = load_readable(self.source, int(indices[row]), self.bad_files, load)
             bad += failed
-        labels = torch.from_numpy(labels_at(self.source, indices))
+        labels = torch.from_numpy(labels_at(self.source, indices)) if masks is None else masks
         numbers = (torch.from_numpy(indices), torch.from_numpy(mix.lam), torch.from_numpy(mix.box))
         return Batch(pixels.permute(0, 3, 1, 2), labels, *numbers, tuple(bad))
+
+    def _into(self, pixels: Pixels, masks: Tensor | None, row: int, index: int, position: int) -> None:
+        """Load an image, and its mask, into a row of a batch."""
+        if masks is None:
+            pixels[row] = self.load(index, position)
+        else:
+            pixels[row], masks.numpy()[row] = self.load_masked(index, position)
 
     def load(self, index: int, position: int) -> Pixels:
         """Read, decode and augment an image for a position of the stream: (H, W, C)."""
         image, plan = self.open(index, position)
         return self.augmented(image, plan)
+
+    def load_masked(self, index: int, position: int) -> tuple[Pixels, Mask]:
+        """Do the same for an image (H, W, C) and its mask (H, W)."""
+        image, plan = self.open(index, position)
+        mask, size = mask_of(self.source, index, image), self.preprocess.size
+        if plan.box is None:  # resized as in evaluation, and then moved
+            mask, plan = self.preprocess.fit_mask(mask, IGNORED_PIXEL), plan._replace(height=size[0], width=size[1])
+        return self.augmented(image, plan), apply_to_mask(plan, mask, size, IGNORED_PIXEL)
 
     def open(self, index: int, position: int) -> tuple[LazyImage, AugmentationPlan]:
         """Open an image and draw its augmentation."""
@@ -230,22 +250,27 @@ class Evaluation(BatchDataset):
 
     @property
     def batch_bytes(self) -> int:
-        """Bytes of a batch's pixels."""
-        return min(self.batch, len(self.source)) * self.preprocess.pixel_bytes
+        """Bytes of a batch's pixels, and masks."""
+        return min(self.batch, len(self.source)) * _bytes_each(self.source, self.preprocess)
 
     def __getitem__(self, number: int) -> Batch | Failure:
         """Make a batch by its index."""
         indices = self.indices(number)
         pixels = empty_pixels(len(indices), self.preprocess)
+        masks = empty_masks(len(indices), self.source, self.preprocess)
 
         def load(row: int, index: int) -> None:
-            pixels.numpy()[row] = self.load(index)
+            image = self.open(index)
+            if masks is not None:
+                masks.numpy()[row] = self.preprocess.fit_mask(mask_of(self.source, index, image), IGNORED_PIXEL)
+            pixels.numpy()[row] = self.fitted(image)
 
         try:
             good, bad = self.each_readable(indices, load)
         except VitrailError as error:
             return Failure(type(error), str(error))
-        return self.batch_of(pixels[: len(good)].permute(0, 3, 1, 2), good, tuple(row for _, row in bad))
+        masks = None if masks is None else masks[: len(good)]
+        return self.batch_of(pixels[: len(good)].permute(0, 3, 1, 2), good, tuple(row for _, row in bad), masks)
 
     def indices(self, number: int) -> range:
         """Return the images of a batch."""
@@ -273,15 +298,24 @@ class Evaluation(BatchDataset):
                 good.append(index)
         return good, bad
 
-    def batch_of(self, pixels: Tensor, good: Sequence[int], bad: tuple[BadImage, ...]) -> Batch:
-        """Return the batch of images (B, C, H, W) and their indices."""
-        labels = torch.from_numpy(labels_at(self.source, np.array(good, np.int64)))
+    def batch_of(
+        self, pixels: Tensor, good: Sequence[int], bad: tuple[BadImage, ...], masks: Tensor | None = None
+    ) -> Batch:
+        """Return the batch of images (B, C, H, W), with their indices and masks (B, H, W), if they have some."""
+        labels = torch.from_numpy(labels_at(self.source, np.array(good, np.int64))) if masks is None else masks
         no_mixing = (torch.ones(len(good)), torch.zeros(len(good), 4, dtype=torch.int64))
         return Batch(pixels, labels, torch.tensor(good, dtype=torch.int64), *no_mixing, bad)
 
     def load(self, index: int) -> Pixels:
         """Read, decode and transform an image: (H, W, C)."""
-        image = open_image(self.source.read(index))
+        return self.fitted(self.open(index))
+
+    def open(self, index: int) -> LazyImage:
+        """Open an image."""
+        return open_image(self.source.read(index))
+
+    def fitted(self, image: LazyImage) -> Pixels:
+        """Decode and transform an open image: (H, W, C)."""
         scale = self._scale(image) if self.fast_decode else 1.0
         return self.preprocess.fit(image.pixels(self.preprocess.channels, scale=scale))
 
@@ -384,6 +418,27 @@ def default_workers() -> int:
 def empty_pixels(count: int, preprocess: Preprocess) -> Tensor:
     """Return an empty buffer for images (B, H, W, C); in a worker it is shared memory."""
     return empty_buffer(count, *preprocess.size, preprocess.channels)
+
+
+def empty_masks(count: int, source: Source, preprocess: Preprocess) -> Tensor | None:
+    """Return an empty buffer for masks (B, H, W), like that for pixels; None if the images have other labels."""
+    return empty_buffer(count, *preprocess.size) if kind_of_labels(source) == "masks" else None
+
+
+def _bytes_each(source: Source, preprocess: Preprocess) -> int:
+    height, width = preprocess.size
+    return preprocess.pixel_bytes + (height * width if kind_of_labels(source) == "masks" else 0)
+
+
+def mask_of(source: Source, index: int, image: LazyImage) -> Mask:
+    """Return the mask of an open image; raise if it has another size."""
+    mask = mask_at(source, index)
+    if mask.shape != (image.height, image.width):
+        raise DataError(
+            f"its mask has {mask.shape[1]}×{mask.shape[0]} pixels, but the image {image.width}×{image.height}; run "
+            "vitrail check"
+        )
+    return mask
 
 
 def _identity(made: Any) -> Any:

@@ -25,7 +25,8 @@ from vitrail.data.decode import extent, open_image
 from vitrail.data.preprocess import resized_size
 from vitrail.data.sources.index_files import Progress, cache_folder, load_index, save_index
 from vitrail.data.sources.source import Pixels, Source, Wrapped
-from vitrail.errors import DataError, StorageError
+from vitrail.data.sources.targets import kind_of_labels
+from vitrail.errors import ConfigError, DataError, StorageError
 from vitrail.io import lock_file
 
 FORMAT = 1
@@ -131,6 +132,8 @@ def cached(
 
     It is in `folder`, by default next to the other caches, under a hash of the images' names and the size.
     """
+    if kind_of_labels(source) == "masks":
+        raise ConfigError("images with masks cannot be cached: a mask has the size of its image, not of a smaller one")
     place = (cache_folder() / "pixels" if folder is None else folder) / _cache_key(source, size)
     file, pixels = place / "table.npz", place / "pixels.bin"
     stamps = np.array([_stamp(source, i) for i in range(len(source))], np.int64).reshape(-1, 2)

@@ -39,6 +39,10 @@ FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "DIB", "TIFF", "JPEG2000", "PPM"
 """Formats that Pillow may open, besides HEIC and AVIF. Others are rare, and some are decoded in pure Python."""
 
 
+LOSSY = ("JPEG", "JPEG2000", "WEBP", "AVIF", "HEIF")
+"""Formats that usually change the values of pixels."""
+
+
 class TooManyPixels(DataError):  # noqa: N818 - named for what is wrong
     """An image exceeds the pixel limit."""
 
@@ -78,6 +82,14 @@ def decode(stored: bytes | Pixels, channels: int = 3) -> Pixels:
     return open_image(stored).pixels(channels)
 
 
+def decode_values(stored: bytes | Pixels) -> Pixels:
+    """Decode an image with one channel without changing its values: (height, width), upright; a palette's indices."""
+    image = open_image(stored)
+    if isinstance(image, _Array | _Opened):
+        return image.values()
+    raise DataError("it is a JPEG, which changes the values of pixels; save it as PNG")
+
+
 def extent(original: int, decoded: int) -> float:
     """Return the length of the original side in decoded pixels.
 
@@ -107,6 +119,12 @@ class _Array:
         if actual in (3, 4) and channels in (1, 3):
             return _as_mode(Image.fromarray(np.ascontiguousarray(array)), "L" if channels == 1 else "RGB")
         raise _other_channels(actual, channels)
+
+    def values(self) -> Pixels:
+        """Return the values of the one channel, unchanged."""
+        if self.array.shape[2] != 1:
+            raise _not_one_channel(f"an array with {self.array.shape[2]} channels")
+        return self.array[:, :, 0]
 
 
 class Jpeg:
@@ -169,6 +187,19 @@ class _Opened:
                 array = _frames(self.image, channels)
         except (OSError, ValueError, SyntaxError, EOFError, RuntimeError, Image.DecompressionBombError) as error:
             raise DataError(f"a corrupt {self.image.format or 'image'}: {_reason(error)}") from None
+        return array if self.turn is None else turned(array, self.turn)
+
+    def values(self) -> Pixels:
+        """Decode the values of the one channel, or the indices of the palette, unchanged."""
+        if self.image.format in LOSSY:
+            raise DataError(f"it is a {self.image.format}, which changes the values of pixels; save it as PNG")
+        if self.image.mode not in ("1", "L", "P") and not self.image.mode.startswith("I"):
+            raise _not_one_channel(f"an image of mode {self.image.mode}")
+        try:
+            with quiet():
+                array = np.asarray(self.image)
+        except (OSError, ValueError, SyntaxError, EOFError, RuntimeError) as error:
+            raise DataError(f"it is a corrupt {self.image.format or 'image'}: {_reason(error)}") from None
         return array if self.turn is None else turned(array, self.turn)
 
 
@@ -294,6 +325,12 @@ def _check_size(width: int, height: int) -> None:
             f"an image of {height:,}×{width:,} = {height * width:,} pixels exceeds the limit of {PIXEL_LIMIT:,}; "
             f"make it smaller"
         )
+
+
+def _not_one_channel(what: str) -> DataError:
+    return DataError(
+        f"it is {what}, but the value of a pixel should be its class; save it with one channel, or with a palette"
+    )
 
 
 def _other_channels(actual: int, expected: int) -> DataError:

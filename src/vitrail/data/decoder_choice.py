@@ -17,6 +17,7 @@ from vitrail.data.gpu_decoding import is_installed, why_not
 from vitrail.data.inputs import Item
 from vitrail.data.preprocess import Interpolation, Preprocess
 from vitrail.data.sources.source import Source
+from vitrail.data.sources.targets import kind_of_labels
 from vitrail.errors import ConfigError, DataError, StorageError
 
 Decode = Literal["auto", "cpu", "gpu"]
@@ -27,6 +28,7 @@ SAMPLE = 64
 """Images whose headers decide."""
 FEWEST = 2048
 """Fewest images for which starting the decoders, which takes seconds, may pay."""
+MASKS = "masks are cropped and moved with their images on the CPU"
 CROPS = ("inception", "inception_tf", "none")
 """Crops that are inside the image."""
 CORE_SPEED, GPU_SPEED, GPU_MOST = 30e6, 1.8e9, 9_000
@@ -86,16 +88,17 @@ def choose_decoder(
     count: int | None,
     workers: int | None = None,
     augmentation: Augmentation | None = None,
+    masks: bool = False,
 ) -> Decoder:
     """Choose where JPEGs are decoded for a model on a device.
 
     `images` are read for `auto` only: the stored images, of which the first ones decide. `count` is their number, if
-    known. For `gpu`, whatever makes it impossible is an error.
+    known. `masks` tells whether they have some. For `gpu`, whatever makes it impossible is an error.
     """
     check_decode(decode)
     if decode == "cpu":
         return Decoder(None, "as asked" if device.type in DEVICES else "")
-    problem = _problem(device, preprocess, augmentation)
+    problem = MASKS if masks and device.type in DEVICES else _problem(device, preprocess, augmentation)
     if decode == "gpu":
         problem = why_not(device) if problem is None else problem
         if problem is not None:
@@ -125,8 +128,9 @@ def choose_for_source(
     """Choose where the JPEGs of a source are decoded; `count`: how many are decoded, by default all once."""
     count = len(source) if count is None else count
     return choose_decoder(
-        decode, device, preprocess, _stored(source), count=count, workers=workers, augmentation=augmentation
-    )
+        decode, device, preprocess, _stored(source), count=count, workers=workers, augmentation=augmentation,
+        masks=kind_of_labels(source) == "masks",
+    )  # fmt: skip
 
 
 def _problem(device: torch.device, preprocess: Preprocess, augmentation: Augmentation | None) -> str | None:

@@ -66,6 +66,11 @@ class Preprocess(Frozen):
         """Bytes of the pixels of one image, as uint8."""
         return self.size[0] * self.size[1] * self.channels
 
+    @property
+    def sees_whole(self) -> bool:
+        """Whether the model's input is the whole image, and nothing else."""
+        return self.resize == "squash" and self.resize_to in (None, self.size)
+
     def resized(self, size: tuple[int, int]) -> Self:
         """Return the same preprocessing for another image size; the crop keeps its fraction of the image."""
         if self.resize_to is None:
@@ -109,6 +114,12 @@ class Preprocess(Frozen):
         ]
         return np.stack(layers, axis=2)
 
+    def fit_mask(self, mask: NDArray[np.uint8], ignored: int) -> NDArray[np.uint8]:
+        """Resize and crop a mask (height, width) as the image of the same size; padding becomes `ignored`."""
+        width, height = resized_size((mask.shape[1], mask.shape[0]), self.resize_to or self.size, self.resize)
+        image = Image.fromarray(np.ascontiguousarray(mask)).resize((width, height), Image.Resampling.NEAREST)
+        return np.array(self._cut(image, (ignored,)))
+
     def normalise(self, pixels: "Tensor") -> "Tensor":
         """Normalise pixels 0…255 (…, channels, height, width) to float32, on their own device."""
         import torch
@@ -133,7 +144,7 @@ class Preprocess(Frozen):
         return image.resize((width, height), Image.Resampling[self.interpolation.upper()])
 
     def _fit(self, image: Image.Image, fill: float | None = None) -> Image.Image:
-        return self._cut(self._resized(image), self.mean if fill is None else (fill,))
+        return self._cut(self._resized(image), self.padding(self.mean if fill is None else (fill,)))
 
     def _quick_fit(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
         """Resize and crop with torch's kernel; None if it does not fit, or there is nothing to resize."""
@@ -149,11 +160,10 @@ class Preprocess(Frozen):
         made = resized(pixels, (height, width), resample)
         return made[top : top + self.size[0], left : left + self.size[1]]
 
-    def _cut(self, image: Image.Image, mean: tuple[float, ...]) -> Image.Image:
-        """Centre crop, after padding an image that is too small."""
+    def _cut(self, image: Image.Image, colour: tuple[int, ...]) -> Image.Image:
+        """Centre crop, after padding an image that is too small with a colour."""
         height, width = self.size
         if image.height < height or image.width < width:
-            colour = self.padding(mean)
             wide, tall = max(image.width, width), max(image.height, height)
             larger = Image.new(image.mode, (wide, tall), colour if len(colour) == 3 else colour[0])
             larger.paste(

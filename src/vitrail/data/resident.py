@@ -27,8 +27,8 @@ from vitrail.data.augmentation.on_device import (
 )
 from vitrail.data.batches import BadImage, Batch, Evaluation, Training, evaluation_batches, prefetch
 from vitrail.data.packing import PackedArrays, Slot
-from vitrail.data.sources.targets import label_rows
-from vitrail.errors import DataError
+from vitrail.data.sources.targets import kind_of_labels, label_rows
+from vitrail.errors import ConfigError, DataError
 
 READ_AT_ONCE = 256
 LAYOUTS = 8
@@ -87,6 +87,8 @@ class Resident:
     """A training split on a device."""
 
     def __init__(self, training: Training, device: torch.device, workers: int) -> None:
+        if kind_of_labels(training.source) == "masks":
+            raise ConfigError("images with masks are augmented on the CPU, so they cannot be kept on the device")
         check_on_device(training.augmentation)
         self.training, self.device, self.workers = training, device, workers
         self.bad: list[BadImage] = []

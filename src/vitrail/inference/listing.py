@@ -37,6 +37,8 @@ DIGITS = b"digits"
 EMPTY_STDIN = "there are no paths on stdin; pipe them in, one per line, or give files or folders instead of -"
 AT_ONCE = 65_536
 """Number of a folder's names held in memory at a time."""
+IMAGES_BESIDE = {b"masks": b"images", b"Masks": b"Images"}
+"""Folders of masks, and the folder of their images beside them; masks are not images to predict."""
 _SUFFIXES = frozenset(suffix.encode() for suffix in SUFFIXES)
 
 
@@ -199,6 +201,9 @@ def _walk(folder: bytes, around: frozenset[tuple[int, int]], skipped: SkippedFil
             yield Item(path, path)
         _count_others(folder, skipped)
         for name in _names(folder, _is_folder):
+            beside = IMAGES_BESIDE.get(name)
+            if beside is not None and os.path.isdir(os.path.join(folder, beside)):
+                continue
             yield from _walk(os.path.join(folder, name), around | {here}, skipped)
     except OSError as fault:
         yield _unreadable(folder, fault)

@@ -148,7 +148,7 @@ def check_masks(bundle: Bundle) -> None:
 
 def check_whole(preprocess: Preprocess) -> None:
     """Raise if the model does not see the whole image, so that its mask would not fit."""
-    if preprocess.resize != "squash" or preprocess.resize_to not in (None, preprocess.size):
+    if not preprocess.sees_whole:
         raise ConfigError(
             "the preprocessing of this model crops or pads images, so a mask would not fit its image; add "
             "--override preprocess.resize=squash, or --window 1"

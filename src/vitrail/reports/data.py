@@ -189,7 +189,9 @@ def _grouped_by(check: Check) -> str:
     """Return the title of the column with classes, labels or ranges."""
     if check.targets is None:
         return "Class"
-    return "Label" if check.targets.labels is not None else f"Range of {check.targets.columns[0].name}"
+    if check.targets.columns:
+        return f"Range of {check.targets.columns[0].name}"
+    return "Class" if check.targets.labels is None else "Label"
 
 
 def _sizes(check: Check) -> str:

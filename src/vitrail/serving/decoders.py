@@ -20,11 +20,10 @@ import numpy as np
 import torch
 
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sources.source import Pixels
 from vitrail.runtime import available_cores, choose_device
 from vitrail.serving.connections import rate_limited_log
 from vitrail.serving.decoder_process import READY, RESULT_HEADER, TASK_HEADER
-from vitrail.serving.decoding import check_upload
+from vitrail.serving.decoding import Upload, check_upload
 from vitrail.serving.http_errors import HttpError
 from vitrail.serving.settings import Settings
 
@@ -93,7 +92,7 @@ class _Job:
     content: bytes
     preprocess: Preprocess
     large: bool
-    result: asyncio.Future[Pixels]
+    result: asyncio.Future[Upload]
     arrived: float = field(default_factory=monotonic)
 
 
@@ -127,8 +126,8 @@ class Decoders:
         """Return how many seconds the oldest small image has waited."""
         return monotonic() - min((job.arrived for job in self._small if not job.result.done()), default=monotonic())
 
-    async def decode(self, content: bytes, preprocess: Preprocess, client: Hashable, request: asyncio.Lock) -> Pixels:
-        """Return the preprocessed pixels, or raise `HttpError`; images rejected by their header do not wait.
+    async def decode(self, content: bytes, preprocess: Preprocess, client: Hashable, request: asyncio.Lock) -> Upload:
+        """Return the decoded image, or raise `HttpError`; images rejected by their header do not wait.
 
         `request` is a lock shared by the images of one request: headers are parsed one at a time, yielding to the
         event loop in between, because a hostile one can take milliseconds.
@@ -219,7 +218,7 @@ class Decoders:
             decoder.tasks.close()
         return None
 
-    async def _decoded_in_time(self, decoder: _Decoder, job: _Job) -> Pixels | HttpError:
+    async def _decoded_in_time(self, decoder: _Decoder, job: _Job) -> Upload | HttpError:
         seconds = self._settings.decode_time
         try:
             async with asyncio.timeout(seconds):
@@ -229,7 +228,7 @@ class Decoders:
         except (asyncio.IncompleteReadError, OSError):
             raise _DecoderFailed("the image cannot be used: its decoder failed") from None
 
-    async def _decoded(self, decoder: _Decoder, job: _Job) -> Pixels | HttpError:
+    async def _decoded(self, decoder: _Decoder, job: _Job) -> Upload | HttpError:
         settings = self._settings
         task = {"pixels": settings.pixels, "formats": settings.formats, "preprocess": job.preprocess.model_dump()}
         header = json.dumps(task).encode()
@@ -237,14 +236,16 @@ class Decoders:
         decoder.tasks.write(job.content)
         await decoder.tasks.drain()
         # Never pickle: a hostile file may have taken over the process that wrote this.
-        ok, height, width, size = RESULT_HEADER.unpack(await decoder.results.readexactly(RESULT_HEADER.size))
+        header = await decoder.results.readexactly(RESULT_HEADER.size)
+        ok, height, width, size, *original = RESULT_HEADER.unpack(header)
         if not ok:
             error = json.loads(await decoder.results.readexactly(min(size, MAX_ERROR_BYTES)))
             return HttpError(int(error["status"]), str(error["message"]))
-        if (height, width, size) != (*job.preprocess.size, job.preprocess.channels):
+        as_expected = (height, width, size) == (*job.preprocess.size, job.preprocess.channels)
+        if not as_expected or not 0 < original[0] * original[1] <= settings.pixels:
             raise _DecoderFailed("the image cannot be used: its decoder failed")
         content = await decoder.results.readexactly(height * width * size)
-        return np.frombuffer(content, np.uint8).reshape(height, width, size)
+        return Upload(np.frombuffer(content, np.uint8).reshape(height, width, size), (original[0], original[1]))
 
 
 def _fail(job: _Job, error: BaseException) -> None:

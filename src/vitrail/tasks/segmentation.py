@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitrail.acceleration.agreement import Agreement
-from vitrail.data.mask_images import MOST_CLASSES
-from vitrail.data.sources.masks import IGNORED_PIXEL, match_masks
+from vitrail.data.sources.masks import IGNORED_PIXEL, MOST_CLASSES, match_masks
 from vitrail.data.sources.source import Source
 from vitrail.data.sources.targets import Kind
 from vitrail.errors import ConfigError, InputError
@@ -57,8 +56,8 @@ MAX_BALANCE = 100.0
 """The most that class_weights=balanced lets a pixel count."""
 FINER = 4
 """The shares of a prediction are counted on a grid that is finer than that of the patches by this factor."""
-AT_ONCE = 1 << 24
-"""Logits of pixels that `largest_class` holds at a time: 64 MB."""
+ROUNDING = 1e-3
+"""By how much upsampling may round a logit."""
 
 
 def upsampled(outputs: Tensor, size: tuple[int, int]) -> Tensor:
@@ -67,18 +66,27 @@ def upsampled(outputs: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def largest_class(logits: Tensor, size: tuple[int, int]) -> Tensor:
-    """Return the class (H, W) of every pixel, from logits of patches (K, h, w).
+    """Return the class (H, W) of every pixel, from logits of patches (K, h, w); at most 255 classes.
 
-    A few classes are upsampled at a time: all of them for a photograph would take gigabytes.
+    Classes are upsampled one by one, because all of them for a photograph would take gigabytes. Those that are the
+    largest nowhere are left out.
     """
-    together = max(1, AT_ONCE // (size[0] * size[1]))
-    best, found = torch.full(size, -math.inf), torch.zeros(size, dtype=torch.int64)
-    for start in range(0, len(logits), together):
-        values, classes = upsampled(logits[None, start : start + together], size)[0].max(dim=0)
-        better = values > best
-        best = torch.where(better, values, best)
-        found = torch.where(better, classes + start, found)
+    best, found = torch.full(size, -math.inf), torch.zeros(size, dtype=torch.uint8)
+    for index in candidates(logits).tolist():
+        values = upsampled(logits[None, index : index + 1], size)[0, 0]
+        found.masked_fill_(values > best, index)
+        torch.maximum(best, values, out=best)
     return found
+
+
+def candidates(logits: Tensor) -> Tensor:
+    """Return the classes that can be the largest somewhere between patches: a weighted mean of four is in their range.
+
+    Between four patches, a class is left out if its largest logit is below the smallest of another one.
+    """
+    padded = F.pad(logits[None], (1, 1, 1, 1), mode="replicate")[0]
+    high, low = F.max_pool2d(padded, 2, 1), -F.max_pool2d(-padded, 2, 1)
+    return (high >= low.max(dim=0).values - ROUNDING).flatten(1).any(dim=1).nonzero()[:, 0]
 
 
 # ── predictions ──
@@ -116,14 +124,14 @@ class MaskPrediction(Prediction):
         if height < 1 or width < 1:
             raise InputError(f"a mask of {height}×{width} pixels cannot be made; give the size of the image")
         check_mask_classes(len(self.logits))
-        return largest_class(torch.from_numpy(self.logits), (height, width)).to(torch.uint8).numpy()
+        return largest_class(torch.from_numpy(self.logits), (height, width)).numpy()
 
     def fields(self) -> dict[str, Any]:
         """Return the classes in the mask with their shares, and its file."""
         return {"classes": self.classes, "shares": self.shares, "mask": self.file}
 
     def response(self) -> dict[str, Any]:
-        """Return a list of the classes in the mask, each with name, index and share."""
+        """Return a list of the classes in the mask, each with name, index and share; the service adds the mask."""
         rows = zip(self.classes, self.indices, self.shares, strict=True)
         return {"classes": [{"name": name, "index": index, "share": share} for name, index, share in rows]}
 
@@ -140,6 +148,12 @@ class MaskRows(RowFormat):
                 "properties": {"name": {"type": "string"}, "index": {"type": "integer"}, "share": {"type": "number"}},
                 "required": ["name", "index", "share"],
             },
+        },
+        "mask": {
+            "type": "string",
+            "contentMediaType": "image/png",
+            "contentEncoding": "base64",
+            "description": "The class index of every pixel, as a PNG of the size of the image as it is displayed.",
         },
     }
     title: ClassVar[tuple[str, str, str]] = ("largest class", "share", "other classes")

@@ -11,6 +11,7 @@ from vitrail.data.decoder_choice import ON_CPU, Decoder, choose_for_source
 from vitrail.data.sources.given import Data
 from vitrail.data.sources.opening import open_data, open_unlabelled
 from vitrail.data.sources.splits import Splits
+from vitrail.data.sources.targets import kind_of_labels
 from vitrail.errors import ConfigError
 from vitrail.runtime import Precision
 from vitrail.training.distributed import Ranks
@@ -77,10 +78,24 @@ def open_splits(data: Data, recipe: Recipe) -> Splits:
     kept = recipe.data
     if recipe.method is not None:
         return open_unlabelled(data, seed=recipe.seed, val=kept.val)
-    return open_data(
+    splits = open_data(
         data, seed=recipe.seed, val=kept.val, test=kept.test, fraction=kept.fraction, per_class=kept.per_class,
         labelling=recipe.labelling,
     )  # fmt: skip
+    if kind_of_labels(splits.train) == "masks":
+        _check_masks(recipe)
+    return splits
+
+
+def _check_masks(recipe: Recipe) -> None:
+    """Raise for settings that images with masks do not support."""
+    reasons = {
+        "cache": "a mask has the size of its image, not of a smaller one",
+        "on_device": "images with masks are augmented on the CPU",
+    }
+    for name, reason in reasons.items():
+        if value := getattr(recipe.data, name):
+            raise ConfigError(f"data.{name} is {str(value).lower()}, but {reason}; leave it out")
 
 
 def run_context(plan: TrainingPlan, splits: Splits, ranks: Ranks, workers: int | None) -> RunContext:

@@ -18,7 +18,7 @@ from vitrail.data.decoder_choice import Decode
 from vitrail.data.sources.targets import Labelling
 from vitrail.errors import ConfigError, suggest
 from vitrail.models.lora import LoRA
-from vitrail.schema import LIMIT, Count, Frozen, Names, Positive
+from vitrail.schema import LIMIT, Count, Frozen, Names, Positive, Sequence
 from vitrail.tasks.lookup import CLASSIFICATION, TASKS, task_named
 from vitrail.tasks.objective import Objective
 from vitrail.tasks.task import Task
@@ -52,6 +52,8 @@ class DataSettings(Frozen):
 
     labels: Annotated[tuple[str, ...], Names] = ()
     """The columns of a manifest that hold the labels; empty: by their names."""
+    ignore: Annotated[tuple[Count, ...], Sequence] = ()
+    """The values in masks of pixels that count nowhere; 255 never counts."""
     val: Fraction = 0.1
     """Fraction of every class for the validation split, if the data does not define one."""
     test: Fraction = 0.2
@@ -246,7 +248,9 @@ class Recipe(Frozen):
     @property
     def labelling(self) -> Labelling:
         """How to read the labels of the data."""
-        return Labelling(None if self.task is None else task_named(self.task).kind, self.data.labels)
+        return Labelling(
+            None if self.task is None else task_named(self.task).kind, self.data.labels, None, self.data.ignore
+        )
 
     def identity(self) -> "Recipe":
         """Return the settings that the result depends on; the others are the defaults."""

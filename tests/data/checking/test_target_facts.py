@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
+from tests.support.mask_data import write_shapes
 
 import vitrail
 from vitrail.cli.check import _print_report
@@ -102,3 +104,60 @@ def test_nothing_is_said_about_targets_of_images_to_pretrain_on() -> None:
     report = quick_check(open_unlabelled((IMAGES, AGES)), size=32, labels=False)
     assert (report.targets, report.classes) == (None, ("image",))
     assert report.summary.startswith("60 images (headers of 60 read")
+
+
+def test_classes_of_pixels_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_shapes(tmp_path / "shapes", 30, (40, 50))
+    (folder / "classes.txt").write_text("background\ndisc\nsquare\ncross\ndot")
+    with Image.open(folder / "masks" / "0000.png") as stored:
+        mask = np.array(stored)
+    mask[0, :4] = 4
+    Image.fromarray(mask).save(folder / "masks" / "0000.png")
+    result = vitrail.check(folder, size=32, workers=0, sheet=tmp_path / "sheet.png")
+    report = result.report
+    assert result.passed
+    assert report.summary == "30 images with masks of 5 classes; 2 classes are missing from a split, 1 class rare"
+    missing, rare = report.findings
+    assert {"cross: none in train", "cross: none in val", "cross: none in test"} < set(missing.details)
+    assert missing.serious
+    assert rare.text == "1 class has less than 0.1% of the labelled pixels"
+    assert rare.details == ("dot: 0.0067%, in 1 image",)
+    found = json.loads(json.dumps(report.as_dict()))["targets"]
+    assert (found["kind"], found["reason"], found["labels"], found["columns"]) == (
+        "masks", "every image has a mask", None, []
+    )  # fmt: skip
+    masks = []
+    for path in sorted((folder / "masks").iterdir()):
+        with Image.open(path) as stored:
+            masks.append(np.array(stored))
+    counts = np.bincount(np.concatenate([mask.ravel() for mask in masks]), minlength=5)
+    assert [one["name"] for one in found["pixels"]] == ["background", "disc", "square", "cross", "dot"]
+    assert np.allclose([one["share"] for one in found["pixels"]], counts / counts.sum())
+    assert found["pixels"][2]["images"] == sum((mask == 2).any() for mask in masks)
+    assert sum(report.counts[split]["square"] for split in report.counts) == found["pixels"][2]["images"]
+    lines = printed(report, capsys).splitlines()
+    assert lines[lines.index("Masks") + 1] == "Detected: every image has a mask."
+    table = [line.split() for line in lines[lines.index("Masks") + 2 : lines.index("Masks") + 9]]
+    assert table[0] == ["class", "pixels", "train", "val", "test"]
+    assert [row[0] for row in table[1:]] == ["background", "square", "disc", "dot", "cross", "all"]
+    assert table[-1] == ["all", "21", "3", "6"]
+    assert table[1][1] == f"{100 * counts[0] / counts.sum():.2f}%"
+
+
+def test_a_sheet_tints_the_pixels_of_a_class(tmp_path: Path) -> None:
+    for name in ("images", "masks"):
+        (tmp_path / name).mkdir()
+    mask = np.zeros((124, 124), np.uint8)
+    mask[:, 62:] = 1
+    for number in range(10):
+        Image.fromarray(mask).save(tmp_path / "masks" / f"{number}.png")
+        Image.fromarray(np.full((124, 124, 3), 100, np.uint8)).save(tmp_path / "images" / f"{number}.png")
+    sheet = np.asarray(contact_sheet(open_data(tmp_path, val=0, test=0).train, title="halves"))
+    tinted, plain = (sheet == (177, 80, 50)).all(axis=2), (sheet == 100).all(axis=2)
+    assert tinted.sum() == plain.sum() == 2 * 7 * 124 * 62
+    assert (np.flatnonzero(tinted.any(axis=1)) == np.flatnonzero(plain.any(axis=1))).all()
+
+
+def test_values_can_be_ignored_in_a_check(tmp_path: Path) -> None:
+    folder = write_shapes(tmp_path, 20, 16)
+    assert vitrail.check(folder, ignore=[2], size=16, workers=0).report.classes == ("background", "disc")

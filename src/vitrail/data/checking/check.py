@@ -28,6 +28,7 @@ from vitrail.data.checking.findings import (
     flat_finding,
     label_findings,
     mode_finding,
+    rare_pixels_finding,
     size_findings,
     them,
     unreadable_finding,
@@ -89,7 +90,7 @@ class Report:
     short_sides: tuple[Bin, ...]
     bytes: int
     targets: TargetFacts | None = None
-    """Facts about labels or numbers; `classes` and `counts` are then those of the labels, or of ranges of numbers."""
+    """Facts about labels, numbers or masks; `classes` and `counts` are then those of labels, ranges, or pixels."""
     contents: Contents | None = field(default=None, repr=False, compare=False)
     """Digests of the compared images."""
 
@@ -252,13 +253,15 @@ def _not_checked(surveyed: Survey, images: int) -> tuple[str, ...]:
 def _label_findings(counts: dict[str, dict[str, int]], facts: TargetFacts | None) -> list[Finding]:
     if facts is None:
         return class_findings(counts)
+    if facts.kind == "masks":
+        return [*label_findings(counts, "class", "classes"), *rare_pixels_finding(facts)]
     return label_findings(counts) if facts.kind == "labels" else []
 
 
 def _count_classes(source: Source) -> dict[str, int]:
-    """Count the images of each class or label, or of each range of numbers."""
+    """Count the images of each class or label, or with pixels of it, or of each range of numbers."""
     targets = targets_of(source)
-    if targets is not None and targets.kind == "labels":
+    if targets is not None and targets.kind != "values":
         return count_labels(targets)
     labels = source.labels[source.labels >= 0]
     return dict(zip(source.classes, np.bincount(labels, minlength=len(source.classes)).tolist(), strict=True))

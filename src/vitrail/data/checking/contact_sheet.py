@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from vitrail.data.augmentation.draws import draws
 from vitrail.data.checking.survey import stored_format
 from vitrail.data.decode import open_image
+from vitrail.data.sources.masks import has_masks, mask_at
 from vitrail.data.sources.source import Pixels, Source, reason_of
 from vitrail.data.sources.targets import targets_of
 from vitrail.errors import DataError
@@ -27,6 +29,8 @@ ONE_COLUMN = 5
 """Up to this many classes are in one column, more in two."""
 TRIES = 4
 """Images tried per tile before it stays empty."""
+TINT = (255, 60, 0)
+"""The colour over the pixels of a class, where images have masks."""
 PAPER, INK, PALE, GROUND = "#fbfaf7", "#22211f", "#77736b", "#eeebe4"
 
 
@@ -77,18 +81,22 @@ def _names(source: Source) -> tuple[tuple[str, ...], str, str]:
     targets = targets_of(source)
     if targets is not None and targets.kind == "labels":
         return targets.names, "label", "labels"
+    if targets is not None and targets.kind == "masks":
+        return targets.names, "class", "classes"
     return (source.classes, "class", "classes") if targets is None else (source.classes, "range", "ranges")
 
 
 def _row(source: Source, names: tuple[str, ...], label: int, seed: int) -> SheetRow:
     targets = targets_of(source)
-    has = targets.values[:, label] > 0 if targets is not None and targets.kind == "labels" else source.labels == label
+    several, masks = targets is not None and targets.kind != "values", has_masks(source)
+    has = targets.values[:, label] > 0 if targets is not None and several else source.labels == label
     members = np.flatnonzero(has)
     order = draws(seed, label, "sheet").permutation(len(members))[: IMAGES * TRIES]
     images: list[Pixels] = []
     for index in members[order].tolist():
         with contextlib.suppress(Exception):  # try another; `check_data` reports unreadable images
-            images.append(_thumbnail(source.read(index)))
+            pixels = _thumbnail(source.read(index))
+            images.append(_tinted(pixels, mask_at(source, index) == label) if masks else pixels)
         if len(images) == IMAGES:
             break
     return SheetRow(drawable(names[label]) or f"class {label}", len(members), images)
@@ -118,6 +126,13 @@ def _thumbnail(stored: bytes | Pixels) -> Pixels:
         return np.asarray(shown.resize((shown.width * factor, shown.height * factor), Image.Resampling.NEAREST))
     size = (max(1, round(image.width * ratio)), max(1, round(image.height * ratio)))
     return np.asarray(shown.resize(size, Image.Resampling.LANCZOS))
+
+
+def _tinted(pixels: Pixels, mask: NDArray[np.bool_]) -> Pixels:
+    """Tint the pixels of a class."""
+    height, width = pixels.shape[:2]
+    here = np.asarray(Image.fromarray(mask).resize((width, height), Image.Resampling.NEAREST))
+    return np.where(here[:, :, None], (pixels + np.array(TINT, np.uint16)) // 2, pixels).astype(np.uint8)
 
 
 def _draw_row(sheet: Image.Image, pen: ImageDraw.ImageDraw, place: tuple[int, int], row: SheetRow, width: int) -> None:

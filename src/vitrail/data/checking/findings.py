@@ -8,7 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitrail.data.checking.survey import Survey
+from vitrail.data.checking.target_facts import TargetFacts
 from vitrail.data.sources.targets import targets_of
+from vitrail.text import plural
 
 RowIndices = NDArray[np.int64]
 """Row indices of a survey."""
@@ -16,6 +18,8 @@ UNBALANCED = 10
 """Largest acceptable ratio between the largest and the smallest class."""
 TINY_SIDE = 32
 """Images with a shorter side below this, or below a quarter of the model's input, are tiny."""
+RARE_SHARE = 0.001
+"""Classes of pixels with a smaller fraction of all labelled pixels are rare."""
 HUGE_PIXELS = 20_000_000
 LONG_RATIO = 4
 """Largest acceptable ratio of the longer to the shorter side."""
@@ -192,16 +196,28 @@ def class_findings(counts: dict[str, dict[str, int]]) -> list[Finding]:
     return findings
 
 
-def label_findings(counts: dict[str, dict[str, int]]) -> list[Finding]:
-    """Report labels that no image of a split has. `counts` is by split and label."""
+def label_findings(counts: dict[str, dict[str, int]], one: str = "label", more: str = "labels") -> list[Finding]:
+    """Report labels, or classes of pixels, that no image of a split has. `counts` is by split and label."""
     missing = tuple(f"{label}: none in {split}" for split in counts for label, n in counts[split].items() if not n)
     if not missing:
         return []
     labels = len({line.rsplit(":", 1)[0] for line in missing})
-    what = f"{labels:,} label{'s are' if labels > 1 else ' is'} missing from a split"
-    advice = "add images; a label missing from a split is not trained, or not evaluated"
+    what = f"{labels:,} {f'{more} are' if labels > 1 else f'{one} is'} missing from a split"
+    advice = f"add images; a {one} missing from a split is not trained, or not evaluated"
     serious = not all(counts["train"].values())
     return [Finding("missing", len(missing), what, what, advice, missing, serious=serious)]
+
+
+def rare_pixels_finding(facts: TargetFacts) -> list[Finding]:
+    """Report classes with very few pixels; those without any are missing."""
+    rare = [one for one in facts.pixels if 0 < one.share < RARE_SHARE]
+    if not rare:
+        return []
+    classes = plural(len(rare), "class", "classes")
+    text = f"{classes} {'has' if len(rare) == 1 else 'have'} less than {100 * RARE_SHARE:g}% of the labelled pixels"
+    details = tuple(f"{one.name}: {100 * one.share:.2g}%, in {plural(one.images, 'image')}" for one in rare)
+    advice = "add images with more of them; check the IoU of each class, since pixel accuracy hardly counts them"
+    return [Finding("unbalanced", len(rare), f"{classes} rare", text, advice, details)]
 
 
 def flat_finding(index: SurveyIndex, fine: RowIndices) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""What a check says about images with several labels or with numbers, besides what it says about any images."""
+"""What a check says about images with several labels, numbers or masks, besides what it says about any images."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -51,22 +51,37 @@ class ColumnFacts:
 
 
 @dataclass(frozen=True)
+class PixelFacts:
+    """A class of the pixels in masks."""
+
+    name: str
+    images: int
+    """Number of images with it."""
+    share: float
+    """Its fraction of the labelled pixels of all images."""
+
+
+@dataclass(frozen=True)
 class TargetFacts:
     """The targets of the images of all splits."""
 
-    kind: Literal["labels", "values"]
+    kind: Literal["labels", "values", "masks"]
     reason: str
     """Why the labels were taken for such targets; empty if that was asked for."""
     images: dict[str, int]
     """Images by split."""
     labels: LabelFacts | None
-    """None for numbers."""
+    """None for numbers and masks."""
     columns: tuple[ColumnFacts, ...]
-    """Empty for labels."""
+    """Empty for labels and masks."""
+    pixels: tuple[PixelFacts, ...] = ()
+    """Of masks: their classes."""
 
     @property
     def brief(self) -> str:
         """For a summary: "with 20 labels"."""
+        if self.kind == "masks":
+            return f"with masks of {plural(len(self.pixels), 'class', 'classes')}"
         if self.labels is not None:
             return f"with {plural(self.labels.labels, 'label')}"
         shown = ", ".join(column.name for column in self.columns[:3])
@@ -99,6 +114,8 @@ def target_facts(sources: Mapping[str, Source]) -> TargetFacts | None:
     first, values = each[0], np.concatenate([targets.values for targets in each])
     known = np.concatenate([source.labels >= 0 for source in sources.values() if targets_of(source) is not None])
     images = {name: len(source) for name, source in sources.items()}
+    if first.kind == "masks":
+        return TargetFacts("masks", first.reason, images, None, (), _pixels(first.names, values))
     if first.kind == "values":
         columns = tuple(_column(name, values[:, place]) for place, name in enumerate(first.names))
         return TargetFacts("values", first.reason, images, None, columns)
@@ -117,6 +134,12 @@ def _labels(names: Sequence[str], has: np.ndarray[Any, np.dtype[np.bool_]]) -> L
     )
 
 
+def _pixels(names: Sequence[str], counts: np.ndarray[Any, np.dtype[Any]]) -> tuple[PixelFacts, ...]:
+    images, sums = (counts > 0).sum(axis=0).tolist(), counts.sum(axis=0, dtype=np.int64)
+    shares = (sums / max(1, int(sums.sum()))).tolist()
+    return tuple(PixelFacts(*row) for row in zip(names, images, shares, strict=True))
+
+
 def _column(name: str, numbers: np.ndarray[Any, np.dtype[Any]]) -> ColumnFacts:
     known = numbers[~np.isnan(numbers)]
     if not len(known):
@@ -127,5 +150,5 @@ def _column(name: str, numbers: np.ndarray[Any, np.dtype[Any]]) -> ColumnFacts:
 
 
 def count_labels(targets: Targets) -> dict[str, int]:
-    """Return how many images have each label."""
-    return dict(zip(targets.names, targets.values.sum(axis=0, dtype=np.int64).tolist(), strict=True))
+    """Return how many images have each label, or pixels of each class."""
+    return dict(zip(targets.names, (targets.values > 0).sum(axis=0).tolist(), strict=True))

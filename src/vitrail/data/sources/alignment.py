@@ -63,11 +63,24 @@ def _no_targets(title: str, targets: Targets) -> list[str]:
             return [f"no image of {title} has any label; add labels to train on"]
         missing = (name for name in targets.names if name not in present)
         return [f"no training image has the label {name!r}; remove the column or add images" for name in missing]
+    if targets.kind == "masks":
+        return _one_class(title, targets)
     same = np.flatnonzero((targets.values == targets.values[:1]).all(axis=0)).tolist()
     return [
         f"every image has the value {targets.values[0, place]:g} in the column {targets.names[place]}; there is "
         "nothing to learn"
         for place in same
+    ]
+
+
+def _one_class(title: str, targets: Targets) -> list[str]:
+    """Report that masks have fewer than two classes; those of 0 and 255 are common, but 255 is ignored."""
+    if len(targets.present) > 1:
+        return []
+    found = f"only one class, {targets.present[0]!r}" if targets.present else "no class"
+    return [
+        f"the masks of {title} have {found}; training needs at least two, and pixels of value 255 count nowhere: write "
+        "another value for a class"
     ]
 
 
@@ -91,13 +104,20 @@ def strange_classes(source: Source, train: Source, place: str) -> list[str]:
 def strange_targets(targets: Targets | None, expected: Targets, place: str) -> list[str]:
     """Report how the targets of a split differ from those of the training split."""
     if targets is None or targets.kind != expected.kind:
-        what = {"labels": "several labels per image", "values": "numbers"}[expected.kind]
+        what = {"labels": "several labels per image", "values": "numbers", "masks": "masks"}[expected.kind]
         return [f"{place} does not have {what}, as the training split has; write its labels in the same way"]
     if targets.kind == "labels":
         return [
             f"{place} has the label {name!r}, which the training split does not have; add it there or remove it"
             for name in targets.present
             if name not in expected.present
+        ]
+    if targets.kind == "masks":  # a class that classes.txt names need not be in a mask
+        return [
+            f"the masks of {place} have the class {name!r}, which those of the training split do not have; name it in "
+            "classes.txt, or leave its pixels out with --set data.ignore"
+            for name in targets.present
+            if name not in expected.names
         ]
     if set(targets.names) != set(expected.names):
         return [
@@ -110,7 +130,7 @@ def strange_targets(targets: Targets | None, expected: Targets, place: str) -> l
 def renumber(source: Source, train: Source) -> Source:
     """Return a source with the class indices of the training split, which has all of its classes; or with its targets.
 
-    Labels that a source lacks are labels that none of its images has.
+    Labels that a source lacks are labels that none of its images has. Masks are renumbered when they are read.
     """
     targets, expected = targets_of(source), targets_of(train)
     if targets is not None and expected is not None and targets.kind == expected.kind:

@@ -22,6 +22,7 @@ from vitrail.text import printable_path
 
 IMAGE_COLUMNS = ("path", "file", "filename", "file_name", "image", "bytes")
 LABEL_COLUMNS = ("label", "class", "target", "category", "label_name", "class_name", "labels", "tags")
+MASK_COLUMNS = ("mask", "mask_path")
 NAME_COLUMNS = ("label_name", "class_name")
 """Values in these columns are names of classes, even if they look like numbers."""
 _SPLIT_NUMBERS = {"train": 0, "val": 1, "test": 2}
@@ -157,8 +158,10 @@ def request_labels(
     With `unlabelled`, there need not be a column of labels.
     """
     names = columns.are_names and labelling.kind is None
-    if labelling.kind in ("labels", "values"):
+    if labelling.kind in ("labels", "values", "masks"):
         columns = columns._replace(name=None)
+    if labelling.kind == "masks" and len(columns.labels) == 1:
+        return LabelRequest(columns, labelling, Reading("masks"))
     if len(columns.labels) == 1:
         reading = Reading() if names or labelling.kind == "classes" else None
         if labelling.kind == "values":
@@ -224,6 +227,8 @@ class LabelCollector:
 
     def _cell(self, value: object, column: str, where: str) -> Cell:
         """Return a label as a cell; raise if it is not one."""
+        if self.reading is not None and self.reading.kind == "masks":
+            return _mask_path(value, where)
         cell = None if self._are_classes() else cell_of(value, where)
         if self.reading is None and is_empty(cell):  # a fault, unless images may have no label
             self.reading = self.request.decide(count_cells(self._rows(self.columns.labels)))
@@ -268,6 +273,8 @@ class LabelCollector:
         codes = [np.array(stored, np.int64) for stored in self._codes]
         if reading.kind == "classes":
             return self._classes(codes[0]), splits
+        if reading.kind == "masks":
+            return Labelled(tuple(str(cell) for cell in self._cells[0]), codes[0]), splits
         columns = [
             CellColumn(name.strip(), list(cells), some)
             for name, cells, some in zip(self.columns.labels, self._cells, codes, strict=True)
@@ -281,6 +288,12 @@ class LabelCollector:
             classes = tuple(self._names[text] for text in classes)
             order_classes((), classes, place=self.place)  # raises for duplicate names
         return Labelled(classes, lookup[codes])
+
+
+def _mask_path(value: object, where: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(f"{where} has no mask (found {value!r}); write its path, or remove the image")
+    return value.strip()
 
 
 def count_cells(rows: Iterable[ManifestRow]) -> Counter[Cell]:

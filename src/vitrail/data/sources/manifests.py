@@ -172,7 +172,7 @@ def manifest_of(
         except DataError as fault:
             wrong.add(str(fault))
             continue
-        if _is_file(file):
+        if is_file(file):
             paths.extend([path])
             labels.keep(codes, split)
         else:
@@ -244,7 +244,7 @@ def _folder(place: str) -> str:
     return os.path.join(os.path.dirname(path_in(place)), "")
 
 
-def _is_file(path: bytes) -> bool:
+def is_file(path: bytes) -> bool:
     """Return whether a file exists; a request for every remote file would take too long."""
     if is_remote(path):
         return True

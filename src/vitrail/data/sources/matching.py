@@ -9,7 +9,7 @@ from vitrail.data.sources.source import Source, Wrapped
 from vitrail.data.sources.targets import Targets, targets_of
 from vitrail.errors import DataError, suggest
 
-WHAT = {"labels": "several labels per image", "values": "numbers"}
+WHAT = {"labels": "several labels per image", "values": "numbers", "masks": "masks"}
 
 
 @dataclass(frozen=True, eq=False)

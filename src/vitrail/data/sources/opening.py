@@ -15,6 +15,9 @@ from vitrail.data.sources.in_memory import InMemory
 from vitrail.data.sources.index_files import Progress
 from vitrail.data.sources.labels import Faults, report_faults
 from vitrail.data.sources.manifests import open_manifest
+from vitrail.data.sources.mask_folders import find_mask_folders, open_mask_folder
+from vitrail.data.sources.mask_manifests import mask_column, open_mask_manifest
+from vitrail.data.sources.masks import Masked
 from vitrail.data.sources.parquet import Table, open_parquet
 from vitrail.data.sources.parquet_files import Tables, open_tables
 from vitrail.data.sources.shards import open_shards
@@ -140,15 +143,17 @@ def open_unlabelled(data: Data, *, seed: int = 0, val: float = 0.05, labelling: 
     """Open images to pretrain on: a training split, and a validation split drawn from it; no labels are needed.
 
     If the data defines splits, only its training split is used. Classes are kept if all images have one; otherwise, as
-    with several labels or numbers, all images are of the class "image".
+    with several labels or numbers, all images are of the class "image". Masks are not read.
     """
     opened = given_data(data, labelling=labelling)
     if isinstance(opened, InMemory) and "train" in opened.splits:
         source = opened.splits["train"]
+    elif isinstance(opened, str) and (folder := _images_beside_masks(opened)) is not None:
+        source = open_folder(folder, unlabelled=True)
     elif isinstance(opened, str) and _has_splits(opened):
         source = _open_splits(opened, labelling, None, None)["train"]
     else:
-        source = open_source(opened, labelling=labelling)
+        source = _open_source(opened, labelling, None, masks=False)
     nothing = np.zeros_like(source.labels)
     if (source.labels < 0).any() or targets_of(source) is not None:
         source = Renumbered(source, ("image",), nothing, IGNORED)
@@ -158,6 +163,17 @@ def open_unlabelled(data: Data, *, seed: int = 0, val: float = 0.05, labelling: 
     for_train, for_val, _ = split_indices(nothing, seed=seed, val=val, test=0)
     train, drawn = split_of(source, for_train), split_of(source, for_val) if len(for_val) else None
     return Splits(train, drawn, None, make_record("drawn", train, drawn, None, seed=seed, fractions={"val": val}))
+
+
+def _images_beside_masks(place: str) -> str | None:
+    """Return the folder of the training images if they have masks beside them."""
+    if is_saved(place) or kind_of(place) != "folder":
+        return None
+    inside = look_into(place)
+    splits = {} if find_mask_folders(place, inside) else split_folders(place, inside.folders)
+    train = splits.get("train", place)
+    found = find_mask_folders(train, look_into(train))
+    return None if found is None else found["train"].images
 
 
 def _has_splits(place: str) -> bool:
@@ -173,7 +189,13 @@ def _has_splits(place: str) -> bool:
 
 def open_source(data: Data, *, labelling: Labelling = AUTOMATIC, on_progress: Progress | None = None) -> Source:
     """Open data as one source, to predict or evaluate. Images without a class have label -1."""
-    place = given_data(data, on_progress, labelling=labelling)
+    return _open_source(given_data(data, on_progress, labelling=labelling), labelling, on_progress)
+
+
+def _open_source(
+    place: str | InMemory, labelling: Labelling, on_progress: Progress | None, *, masks: bool = True
+) -> Source:
+    """Open data as one source; without `masks`, those of a manifest are not read."""
     if isinstance(place, str) and is_saved(place):
         place = saved_data(place, labelling)
     if isinstance(place, InMemory):
@@ -186,6 +208,10 @@ def open_source(data: Data, *, labelling: Labelling = AUTOMATIC, on_progress: Pr
         return _one(place, group_shards(expand_pattern(place)), labelling, on_progress)
     if kind == "folder":
         inside = look_into(place)
+        if found := find_mask_folders(place, inside):
+            if len(found) > 1:
+                raise DataError(f"{printable_path(place)} has the splits {', '.join(found)}; give the folder of one")
+            return open_mask_folder(found["train"], labelling, None, on_progress)
         if folders := split_folders(place, inside.folders):
             splits = ", ".join(sorted(os.path.basename(folder) for folder in folders.values()))
             raise DataError(f"{printable_path(place)} has the splits {splits}; give the folder of one of them")
@@ -195,7 +221,7 @@ def open_source(data: Data, *, labelling: Labelling = AUTOMATIC, on_progress: Pr
         return open_folder(place, unlabelled=True, on_progress=on_progress)
     if kind == "shard":
         return open_shards([place], labelling=labelling, unlabelled=True, on_progress=on_progress)
-    return _open_table(place, labelling, True, None, on_progress)
+    return _open_table(place, labelling, True, None, on_progress, masks=masks)
 
 
 def _only_split(data: InMemory) -> Source:
@@ -230,6 +256,8 @@ def _open_splits(
         return _open_shards_of_splits(place, expand_pattern(place), labelling, faults, on_progress)
     if kind == "folder":
         inside = look_into(place)
+        if found := find_mask_folders(place, inside):
+            return dict(_alike(found, labelling, lambda pair, some: open_mask_folder(pair, some, faults, on_progress)))
         if splits := split_folders(place, inside.folders):
             return _alike(splits, labelling, lambda folder, some: _open_split(folder, some, faults, on_progress))
         if inside.shards:
@@ -248,7 +276,7 @@ def _alike(places: Mapping[str, T], labelling: Labelling, opened: Callable[[T, L
     return {name: sources[name] if name in sources else opened(place, labelling) for name, place in places.items()}
 
 
-def _splits_in(place: str, table: Table | Tables) -> dict[str, Source]:
+def _splits_in(place: str, table: Table | Tables | Masked) -> dict[str, Source]:
     """Split a manifest by its split column, if it has one."""
     if table.split_of is None:
         return {"train": table}
@@ -261,8 +289,11 @@ def _splits_in(place: str, table: Table | Tables) -> dict[str, Source]:
 
 
 def _open_table(
-    place: str, labelling: Labelling, unlabelled: bool, faults: Faults | None, on_progress: Progress | None
-) -> Table:
+    place: str, labelling: Labelling, unlabelled: bool, faults: Faults | None, on_progress: Progress | None,
+    *, masks: bool = True,
+) -> Table | Masked:  # fmt: skip
+    if masks and not are_tables([place]) and (column := mask_column(place, labelling)) is not None:
+        return open_mask_manifest(place, column, labelling, faults, on_progress)
     opener = open_parquet if are_tables([place]) else open_manifest
     return opener(place, labelling=labelling, unlabelled=unlabelled, faults=faults, on_progress=on_progress)
 
@@ -270,6 +301,8 @@ def _open_table(
 def _open_split(place: str, labelling: Labelling, faults: Faults | None, on_progress: Progress | None) -> Source:
     """Open the folder of one split."""
     inside = look_into(place)
+    if found := find_mask_folders(place, inside):
+        return open_mask_folder(found["train"], labelling, faults, on_progress)
     if are_tables(inside.shards):
         return open_tables(inside.shards, labelling=labelling, faults=faults, on_progress=on_progress)
     if inside.shards:

@@ -13,6 +13,7 @@ from vitrail.data.sources.given import Data, given_data
 from vitrail.data.sources.in_memory import InMemory
 from vitrail.data.sources.index_files import Progress
 from vitrail.data.sources.manifests import Manifest
+from vitrail.data.sources.masks import Mask, Masked, mask_at
 from vitrail.data.sources.opening import open_data, open_source, title_of
 from vitrail.data.sources.parquet import ParquetImages
 from vitrail.data.sources.parquet_files import Tables
@@ -57,6 +58,11 @@ class Joined:
         """Return two numbers that change when the stored image does."""
         source, inner = self._find(index)
         return source.stamp(inner)
+
+    def mask(self, index: int) -> Mask:
+        """Return the mask of an image."""
+        source, inner = self._find(index)
+        return mask_at(source, inner)
 
     def _find(self, index: int) -> tuple[Source, int]:
         for source in self.sources:
@@ -232,7 +238,7 @@ def _open(
         raise
     except DataError:  # several splits are not one source; data that cannot be opened at all fails again
         return _whole_and_splits(open_data(place, val=0, test=0, labelling=labelling, on_progress=on_progress))
-    if not isinstance(source, Manifest | ParquetImages | Tables) or source.split_of is None:
+    if not isinstance(source, Manifest | ParquetImages | Tables | Masked) or source.split_of is None:
         return source, {}
     rows = {name: np.flatnonzero(source.split_of == number) for number, name in enumerate(("train", "val", "test"))}
     return source, {name: split_of(source, indices) for name, indices in rows.items() if len(indices)}
@@ -269,7 +275,7 @@ def match_classes(source: Source, names: tuple[str, ...] | None, outputs: int, *
     """
     check_source(source)
     if (targets := targets_of(source)) is not None:
-        what = "several labels per image" if targets.kind == "labels" else "numbers"
+        what = {"labels": "several labels per image", "values": "numbers", "masks": "masks"}[targets.kind]
         raise DataError(f"the data has {what}, but the model has one class per image; use a model of that task")
     unknown = np.flatnonzero(source.labels < 0)
     if len(unknown):

@@ -1,4 +1,4 @@
-"""Targets: what images are labelled with if not with one class each: several labels, or numbers.
+"""Targets: what images are labelled with if not with one class each: several labels, numbers, or masks.
 
 A source whose images have targets holds them as `targets`. Its classes and `labels` are then strata: groups of similar
 images, by which splits and samples are drawn and counted. The targets of subsets and other wrappers follow from those
@@ -18,7 +18,7 @@ from vitrail.errors import ConfigError, DataError
 from vitrail.text import number
 
 Kind = Literal["classes", "labels", "values", "masks"]
-"""What images are labelled with: one class each, any number of labels, or numbers."""
+"""What images are labelled with: one class each, any number of labels, numbers, or one class per pixel."""
 
 
 class Labelling(NamedTuple):
@@ -30,6 +30,8 @@ class Labelling(NamedTuple):
     """The columns of a table that hold the labels; empty: by their names."""
     separator: str | None = None
     """What is between the labels in a text such as "cat;outdoor"; None: | or ; or a comma, whichever there is."""
+    ignore: tuple[int, ...] = ()
+    """The values in masks, besides 255, of pixels without a class."""
 
 
 AUTOMATIC = Labelling()
@@ -39,13 +41,16 @@ IGNORED: Final = "ignored"
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """The targets of N images: which of K labels they have, or K numbers."""
+    """The targets of N images: which of K labels they have, or K numbers, or how many pixels K classes have in a mask.
 
-    kind: Literal["labels", "values"]
+    The masks themselves are read when they are needed (`masks`).
+    """
+
+    kind: Literal["labels", "values", "masks"]
     names: tuple[str, ...]
-    """The labels; or what the numbers are, the names of their columns."""
-    values: NDArray[np.uint8] | NDArray[np.float64]
-    """(N, K). Labels: 0 or 1. Numbers: NaN in the row of an image without them."""
+    """The labels; or what the numbers are, the names of their columns; or the classes of pixels."""
+    values: NDArray[np.uint8] | NDArray[np.float64] | NDArray[np.int64]
+    """(N, K). Labels: 0 or 1. Numbers: NaN in the row of an image without them. Masks: the number of pixels."""
     reason: str = ""
     """Why they were taken for targets of this kind: "label holds several labels per image, such as 'cat;outdoor'"."""
     separator: str | None = None
@@ -57,7 +62,7 @@ class Targets:
 
     @cached_property
     def present(self) -> tuple[str, ...]:
-        """The labels that any image has."""
+        """The labels, or the classes of pixels, that any image has."""
         return tuple(self.names[place] for place in np.flatnonzero((self.values > 0).any(axis=0)).tolist())
 
     def take(self, indices: NDArray[np.int64]) -> "Targets":
@@ -65,18 +70,25 @@ class Targets:
         return replace(self, values=self.values[indices])
 
     def text(self, index: int) -> str:
-        """Return the targets of an image as text: "cat, outdoor", or "age 37.5, height 1.8"."""
+        """Return the targets of an image as text: "cat, outdoor", "age 37.5, height 1.8" or "pet 35%, grass 65%"."""
         row = self.values[index].tolist()
         if self.kind == "labels":
             return ", ".join(name for name, has in zip(self.names, row, strict=True) if has) or "no label"
+        if self.kind == "masks":
+            shares = [(name, count / max(1, sum(row))) for name, count in zip(self.names, row, strict=True) if count]
+            texts = (f"{name} {100 * share:.0f}%" if share >= 0.005 else f"{name} <1%" for name, share in shares)
+            return ", ".join(texts) or "no labelled pixel"
         return ", ".join(f"{name} {number(value)}" for name, value in zip(self.names, row, strict=True))
 
     def renamed(self, names: Sequence[str]) -> "Targets":
-        """Return these targets with the columns of other names; labels that are missing here are 0, numbers NaN."""
+        """Return these targets with the columns of other names.
+
+        Labels and classes that are missing here are 0, numbers NaN.
+        """
         if tuple(names) == self.names:
             return self
         here = {name: place for place, name in enumerate(self.names)}
-        shape, nothing = (len(self), len(names)), 0 if self.kind == "labels" else np.nan
+        shape, nothing = (len(self), len(names)), np.nan if self.kind == "values" else 0
         values = np.full(shape, nothing, self.values.dtype)
         for place, name in enumerate(names):
             if name in here:
@@ -107,6 +119,12 @@ def _stored_targets(source: Source) -> Targets | None:
     return None
 
 
+def kind_of_labels(source: Source) -> Kind:
+    """Return what the images of a source are labelled with."""
+    targets = _stored_targets(source)
+    return "classes" if targets is None else targets.kind
+
+
 def label_rows(source: Source) -> NDArray[Any]:
     """Return what each image is labelled with: class indices (N), or targets (N, K)."""
     return labels_at(source, np.arange(len(source)))
@@ -128,7 +146,10 @@ def labels_at(source: Source, indices: NDArray[np.int64]) -> NDArray[Any]:
 
 
 def label_texts(source: Source, indices: NDArray[np.int64]) -> list[str | None]:
-    """Return what images are labelled with as text: "cat", "cat, outdoor" or "age 37.5"; None if it is unknown."""
+    """Return what images are labelled with as text: "cat", "cat, outdoor" or "age 37.5"; None if it is unknown.
+
+    Of a mask: the shares of its classes.
+    """
     known, targets = source.labels[indices].tolist(), _stored_targets(source)
     if targets is None:
         return [None if label < 0 else source.classes[label] for label in known]
@@ -137,13 +158,23 @@ def label_texts(source: Source, indices: NDArray[np.int64]) -> list[str | None]:
 
 
 def output_names_of(source: Source) -> tuple[str, ...]:
-    """Return the names of what the images are labelled with: classes, labels or columns."""
+    """Return the names of what the images are labelled with: classes (also of pixels), labels or columns."""
     targets = _stored_targets(source)
     return source.classes if targets is None else targets.names
 
 
 def check_labelling(labelling: Labelling, source: Source, title: str) -> None:
-    """Raise if images have one class each, but should have several labels, or numbers."""
+    """Raise if images do not have what they should have: several labels, numbers or masks."""
+    kind = kind_of_labels(source)
+    if labelling.kind == "masks" != kind:
+        raise DataError(
+            f"{title} has no masks; put images into a folder images and their masks into masks, or list both in a "
+            "manifest with the columns path and mask"
+        )
+    if labelling.ignore and kind != "masks":
+        raise ConfigError(
+            f"data.ignore is {list(labelling.ignore)}, values in masks, but {title} has no masks; leave it out"
+        )
     if labelling.kind in ("labels", "values") and targets_of(source) is None and (source.labels >= 0).any():
         what = "several labels per image" if labelling.kind == "labels" else "numbers"
         raise DataError(f"{title} has one class per image, not {what}; list the images in a manifest with {what}")
@@ -172,7 +203,8 @@ def labelling_record(labelling: Labelling, train: Source) -> dict[str, Any]:
     read = resolved(labelling, train)
     if read.kind in (None, "classes") and labelling == AUTOMATIC:
         return {}
-    return {"labelling": read._asdict() | {"columns": list(read.columns)}}
+    kept = {"kind": read.kind, "columns": list(read.columns), "separator": read.separator}
+    return {"labelling": kept | ({"ignore": list(read.ignore)} if read.ignore else {})}
 
 
 def recorded_labelling(record: Mapping[str, Any] | None) -> Labelling | None:
@@ -181,4 +213,5 @@ def recorded_labelling(record: Mapping[str, Any] | None) -> Labelling | None:
     if not isinstance(kept, Mapping):
         return None
     columns = kept.get("columns") or ()
-    return Labelling(kept.get("kind"), tuple(map(str, columns)), kept.get("separator"))
+    ignore = tuple(map(int, kept.get("ignore") or ()))
+    return Labelling(kept.get("kind"), tuple(map(str, columns)), kept.get("separator"), ignore)
