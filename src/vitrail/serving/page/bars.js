@@ -23,6 +23,7 @@ export function showBars(list, predictions, chosen, pick) {
       if (part !== undefined) {
         const fill = make("span", { className: "fill" });
         fill.style.setProperty("inline-size", `${100 * part}%`);
+        if (colour) fill.style.setProperty("background-color", colour);
         button.append(make("span", { className: "bar", "aria-hidden": "true" }, fill));
       }
       if (pick) button.addEventListener("click", () => pick(index));
