@@ -66,7 +66,8 @@ def by_hand(data: Training, step: int) -> NDArray[np.uint8]:
     masks = []
     for index, position in zip(data.stream.images_at(positions).tolist(), positions.tolist(), strict=True):
         mask = mask_at(data.source, index)
-        plan = augment.plan(data.augmentation, *mask.shape, data.preprocess.size, draws(data.stream.seed, position))
+        (height, width), size = mask.shape, data.preprocess.size
+        plan = augment.plan(data.augmentation, height, width, size, draws(data.stream.seed, position))
         masks.append(apply_to_mask(plan, mask, data.preprocess.size, IGNORED_PIXEL))
     return np.stack(masks)
 
@@ -152,7 +153,7 @@ def test_resuming_and_slicing_change_nothing(source: Source) -> None:
     assert same(next(iter(training_batches(data, 3, 4, workers=0))), straight[3])
     parts = [training(source, augmentation=STRONG, rank_slice=RankSlice(rank, 2))[1] for rank in range(2)]
     assert all(isinstance(part, Batch) for part in parts)
-    assert torch.equal(torch.cat([part.labels for part in parts]), straight[1].labels)  # type: ignore[union-attr]
+    assert torch.equal(torch.cat([part.labels for part in parts]), straight[1].labels)
     micros = [straight[1].micro(number, 4) for number in range(4)]
     assert all(micro.labels.shape == (2, *SIZE) for micro in micros)
     assert torch.equal(torch.cat([micro.labels for micro in micros]), straight[1].labels)

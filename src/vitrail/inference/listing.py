@@ -37,8 +37,8 @@ DIGITS = b"digits"
 EMPTY_STDIN = "there are no paths on stdin; pipe them in, one per line, or give files or folders instead of -"
 AT_ONCE = 65_536
 """Number of a folder's names held in memory at a time."""
-IMAGES_BESIDE = {b"masks": b"images", b"Masks": b"Images"}
-"""Folders of masks, and the folder of their images beside them; masks are not images to predict."""
+IMAGES_OF_MASKS = {b"masks": b"images", b"Masks": b"Images"}
+"""Folders of masks, and the folder of their images next to them; masks are not images to predict."""
 _SUFFIXES = frozenset(suffix.encode() for suffix in SUFFIXES)
 
 
@@ -201,8 +201,8 @@ def _walk(folder: bytes, around: frozenset[tuple[int, int]], skipped: SkippedFil
             yield Item(path, path)
         _count_others(folder, skipped)
         for name in _names(folder, _is_folder):
-            beside = IMAGES_BESIDE.get(name)
-            if beside is not None and os.path.isdir(os.path.join(folder, beside)):
+            images = IMAGES_OF_MASKS.get(name)
+            if images is not None and os.path.isdir(os.path.join(folder, images)):
                 continue
             yield from _walk(os.path.join(folder, name), around | {here}, skipped)
     except OSError as fault:

@@ -16,8 +16,8 @@ from tests.support.mask_data import SHAPES, write_shapes
 
 from vitrail.data.checking.check import check_data, open_to_check
 from vitrail.data.decode import open_image
-from vitrail.data.sources import index_files, mask_scan
-from vitrail.data.sources.masks import IGNORED_PIXEL, has_masks, mask_at, match_masks
+from vitrail.data.sources import index_files
+from vitrail.data.sources.masks import IGNORED_PIXEL, has_masks, mask_at, mask_values, match_masks
 from vitrail.data.sources.opening import open_data, open_source, open_unlabelled
 from vitrail.data.sources.selection import choose_images
 from vitrail.data.sources.source import Source, digits
@@ -54,7 +54,7 @@ def halves(left: int, right: int, dtype: Any = np.uint8) -> NDArray[Any]:
 
 
 def stored(source: Source, index: int) -> NDArray[np.uint8]:
-    """Return the mask in the file beside an image."""
+    """Return the mask in the file of an image's mask."""
     return np.asarray(Image.open(source.name(index).replace("/images/", "/masks/")))
 
 
@@ -188,6 +188,11 @@ def test_classes_are_not_masks_and_masks_are_not_classes(tmp_path: Path) -> None
             DataError, match=r"has no masks; put images into a folder images and their masks into masks"
         ):
             open_data(data, labelling=MASKS)
+    images = np.zeros((4, 8, 8), np.uint8)
+    with pytest.raises(DataError, match=r"has no masks; put images into a folder images"):
+        open_data((images, np.arange(4)), labelling=MASKS)
+    with pytest.raises(DataError, match=r"list.parquet is a Parquet file, which cannot list masks; use a CSV or JSONL"):
+        open_data(save(tmp_path / "list.png", images[0]).rename(tmp_path / "list.parquet"), labelling=MASKS)
     with pytest.raises(ConfigError, match=r"data.ignore is \[7\], values in masks, but digits has no masks"):
         open_data("digits", labelling=Labelling(ignore=(7,)))
 
@@ -342,6 +347,12 @@ def test_one_class_cannot_be_trained(tmp_path: Path) -> None:
 
 # ── faults ──
 
+
+def as_array(folder: Path, mask: NDArray[Any]) -> None:
+    (folder / "masks" / "3.png").unlink()
+    np.save(folder / "masks" / "3.npy", mask)
+
+
 CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no mask": (lambda f: (f / "masks" / "3.png").unlink(), r"images/3.png has no mask; add .*masks/3.png, or remove"),
     "no image": (
@@ -378,11 +389,11 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"the mask .*masks/3.png has 6×3 pixels, its image 6×4; save the mask in the size of its image",
     ),
     "fractions": (
-        lambda f: ((f / "masks" / "3.png").unlink(), np.save(f / "masks" / "3.npy", np.zeros((4, 6)))),
+        lambda f: as_array(f, np.zeros((4, 6))),
         r"the mask .*masks/3.npy cannot be used: it has numbers of type float64, not integers",
     ),
     "negative": (
-        lambda f: ((f / "masks" / "3.png").unlink(), np.save(f / "masks" / "3.npy", np.full((4, 6), -1))),
+        lambda f: as_array(f, np.full((4, 6), -1)),
         r"the mask .*masks/3.npy cannot be used: its values range from -1 to -1; use 0 to 65535",
     ),
 }
@@ -541,8 +552,12 @@ def test_a_class_without_pixels_need_not_be_in_the_model(tmp_path: Path) -> None
 def test_masks_are_counted_again_only_if_they_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_files, "YOUNG_NS", 0)
     read: list[str] = []
-    original = mask_scan.mask_values
-    monkeypatch.setattr(mask_scan, "mask_values", lambda path: read.append(os.fsdecode(path)[-8:]) or original(path))
+
+    def noted(path: bytes) -> NDArray[Any]:
+        read.append(os.fsdecode(path)[-8:])
+        return mask_values(path)
+
+    monkeypatch.setattr("vitrail.data.sources.mask_scan.mask_values", noted)
     write_shapes(tmp_path, 12, 16)
     first = open_source(tmp_path)
     assert len(read) == 12

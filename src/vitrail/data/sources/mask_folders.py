@@ -79,10 +79,7 @@ def open_mask_folder(
         report_faults(
             [*wrong, f"{title} has no image with a mask; give each image in images one in masks"], title, None
         )
-    if faults is None:
-        report_faults(wrong, title, None)
-    else:
-        faults += wrong
+    report_faults(wrong, title, faults)
     scan = scan_masks(_folder(folders, listing, pairs.images), pairs.masks, folders.masks, on_progress)
     kept = Names.of(pairs.masks[image] for image in scan.usable.tolist())
     source = _folder(folders, listing, pairs.images[scan.usable])

@@ -148,7 +148,7 @@ def open_unlabelled(data: Data, *, seed: int = 0, val: float = 0.05, labelling: 
     opened = given_data(data, labelling=labelling)
     if isinstance(opened, InMemory) and "train" in opened.splits:
         source = opened.splits["train"]
-    elif isinstance(opened, str) and (folder := _images_beside_masks(opened)) is not None:
+    elif isinstance(opened, str) and (folder := _images_with_masks(opened)) is not None:
         source = open_folder(folder, unlabelled=True)
     elif isinstance(opened, str) and _has_splits(opened):
         source = _open_splits(opened, labelling, None, None)["train"]
@@ -165,8 +165,8 @@ def open_unlabelled(data: Data, *, seed: int = 0, val: float = 0.05, labelling: 
     return Splits(train, drawn, None, make_record("drawn", train, drawn, None, seed=seed, fractions={"val": val}))
 
 
-def _images_beside_masks(place: str) -> str | None:
-    """Return the folder of the training images if they have masks beside them."""
+def _images_with_masks(place: str) -> str | None:
+    """Return the folder of the training images if a folder of masks is next to it."""
     if is_saved(place) or kind_of(place) != "folder":
         return None
     inside = look_into(place)
@@ -292,6 +292,11 @@ def _open_table(
     place: str, labelling: Labelling, unlabelled: bool, faults: Faults | None, on_progress: Progress | None,
     *, masks: bool = True,
 ) -> Table | Masked:  # fmt: skip
+    if labelling.kind == "masks" and are_tables([place]):
+        raise DataError(
+            f"{printable_path(place)} is a Parquet file, which cannot list masks; use a CSV or JSONL manifest, or the "
+            "folders images and masks"
+        )
     if masks and not are_tables([place]) and (column := mask_column(place, labelling)) is not None:
         return open_mask_manifest(place, column, labelling, faults, on_progress)
     opener = open_parquet if are_tables([place]) else open_manifest

@@ -168,8 +168,8 @@ def check_labelling(labelling: Labelling, source: Source, title: str) -> None:
     kind = kind_of_labels(source)
     if labelling.kind == "masks" != kind:
         raise DataError(
-            f"{title} has no masks; put images into a folder images and their masks into masks, or list both in a "
-            "manifest with the columns path and mask"
+            f"{title} has no masks; put images into a folder images and their masks into masks, or list both in a CSV "
+            "or JSONL manifest with the columns path and mask"
         )
     if labelling.ignore and kind != "masks":
         raise ConfigError(
