@@ -97,7 +97,7 @@ def test_masks_mirror_the_images(run: RunCommand) -> None:
         prediction = Predictor(BUNDLE, device="cpu").predict(row["path"])
         assert np.array_equal(mask, prediction.mask(*expected.shape))
         assert row["classes"] == list(prediction.classes)
-        assert sum(row["shares"]) == pytest.approx(1, abs=1e-5)
+        assert sum(row["fractions"]) == pytest.approx(1, abs=1e-5)
         colours = np.asarray(Image.open(row["mask"]).convert("RGB"))
         assert np.array_equal(colours, palette(3)[mask])
         pixels = np.asarray(Image.open(row["path"]))
@@ -112,12 +112,12 @@ def test_rows_of_every_format(suffix: str, run: RunCommand) -> None:
     text = Path(f"rows.{suffix}").read_bytes()
     if suffix == "csv":
         header, *rows = text.decode().splitlines()
-        assert header == "number,path,error,class_1,share_1,class_2,share_2,mask"
+        assert header == "number,path,error,class_1,fraction_1,class_2,fraction_2,mask"
         assert [row.rsplit(",", 1)[1] for row in rows] == [f"out/masks/{name}" for name in sorted(SIZES, reverse=True)]
     elif suffix == "parquet":
         rows = pyarrow.parquet.read_table("rows.parquet").to_pylist()
         assert {row["mask"] for row in rows} == {f"out/masks/{name}" for name in SIZES}
-        assert all(len(row["classes"]) == len(row["shares"]) == 2 for row in rows)
+        assert all(len(row["classes"]) == len(row["fractions"]) == 2 for row in rows)
     else:
         assert text.startswith(b"image")
         assert b"largest class" in text.splitlines()[0]

@@ -121,7 +121,7 @@ def test_the_page_shows_the_mask_with_a_legend(bundle: Path, image: Path, scheme
                 shown = [swatches.nth(i).evaluate("one => one.style.backgroundColor") for i in range(len(names))]
                 wanted = palette(3)[list(expected.indices)].tolist()
                 assert shown == [f"rgb({red}, {green}, {blue})" for red, green, blue in wanted]
-                assert "Shares of the image" in seen.part("predictions-note").inner_text()
+                assert "Fractions of the image" in seen.part("predictions-note").inner_text()
                 canvas = seen.part("mask")
                 size = canvas.evaluate("one => [one.height, one.width]")
                 assert size[0] / size[1] == pytest.approx(96 / 60, abs=0.01)

@@ -55,7 +55,7 @@ from vitrail.text import percent, printable, rounded
 MAX_BALANCE = 100.0
 """The most that class_weights=balanced lets a pixel count."""
 FINER = 4
-"""The shares of a prediction are counted on a grid that is finer than that of the patches by this factor."""
+"""The fractions of a prediction are counted on a grid that is finer than that of the patches by this factor."""
 ROUNDING = 1e-3
 """By how much upsampling may round a logit."""
 
@@ -98,7 +98,7 @@ class MaskPrediction(Prediction):
 
     classes: tuple[str, ...] = ()
     """The classes in the mask, the largest first; indices as text if the bundle has no names."""
-    shares: tuple[float, ...] = ()
+    fractions: tuple[float, ...] = ()
     """The fraction of the image that each of them covers."""
     indices: tuple[int, ...] = ()
     logits: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
@@ -109,8 +109,8 @@ class MaskPrediction(Prediction):
     def __repr__(self) -> str:
         if self.error is not None:
             return f"MaskPrediction(error: {self.error})"
-        pairs = zip(self.classes, self.shares, strict=True)
-        return f"MaskPrediction({', '.join(f'{name} {percent(share)}%' for name, share in pairs)})"
+        pairs = zip(self.classes, self.fractions, strict=True)
+        return f"MaskPrediction({', '.join(f'{name} {percent(fraction)}%' for name, fraction in pairs)})"
 
     def mask(self, height: int, width: int) -> NDArray[np.uint8]:
         """Return the class of every pixel (height, width), for an image of that size; indices of the model's outputs.
@@ -127,26 +127,30 @@ class MaskPrediction(Prediction):
         return largest_class(torch.from_numpy(self.logits), (height, width)).numpy()
 
     def fields(self) -> dict[str, Any]:
-        """Return the classes in the mask with their shares, and its file."""
-        return {"classes": self.classes, "shares": self.shares, "mask": self.file}
+        """Return the classes in the mask with their fractions, and its file."""
+        return {"classes": self.classes, "fractions": self.fractions, "mask": self.file}
 
     def response(self) -> dict[str, Any]:
-        """Return a list of the classes in the mask, each with name, index and share; the service adds the mask."""
-        rows = zip(self.classes, self.indices, self.shares, strict=True)
-        return {"classes": [{"name": name, "index": index, "share": share} for name, index, share in rows]}
+        """Return a list of the classes in the mask, each with name, index and fraction; the service adds the mask."""
+        rows = zip(self.classes, self.indices, self.fractions, strict=True)
+        return {"classes": [{"name": name, "index": index, "fraction": fraction} for name, index, fraction in rows]}
 
 
 class MaskRows(RowFormat):
-    """Rows with the classes in a mask, their shares, and the file of the mask if one was written."""
+    """Rows with the classes in a mask, their fractions, and the file of the mask if one was written."""
 
-    types: ClassVar[Mapping[str, FieldType]] = {"classes": "strings", "shares": "floats", "mask": "string"}
+    types: ClassVar[Mapping[str, FieldType]] = {"classes": "strings", "fractions": "floats", "mask": "string"}
     schema: ClassVar[Mapping[str, Any]] = {
         "classes": {
             "type": "array",
             "items": {
                 "type": "object",
-                "properties": {"name": {"type": "string"}, "index": {"type": "integer"}, "share": {"type": "number"}},
-                "required": ["name", "index", "share"],
+                "properties": {
+                    "name": {"type": "string"},
+                    "index": {"type": "integer"},
+                    "fraction": {"type": "number"},
+                },
+                "required": ["name", "index", "fraction"],
             },
         },
         "mask": {
@@ -156,23 +160,23 @@ class MaskRows(RowFormat):
             "description": "The class index of every pixel, as a PNG of the size of the image as it is displayed.",
         },
     }
-    title: ClassVar[tuple[str, str, str]] = ("largest class", "share", "other classes")
+    title: ClassVar[tuple[str, str, str]] = ("largest class", "fraction", "other classes")
 
     def csv_header(self, top: int) -> list[str]:
         """Return two columns for each of the largest classes, and one for the file of the mask."""
-        return [*(column for place in range(1, top + 1) for column in (f"class_{place}", f"share_{place}")), "mask"]
+        return [*(column for place in range(1, top + 1) for column in (f"class_{place}", f"fraction_{place}")), "mask"]
 
     def csv_cells(self, fields: Mapping[str, Any], top: int) -> list[Any]:
-        """Return class and share in turns, and the file."""
-        cells = [cell for pair in zip(fields["classes"], fields["shares"], strict=True) for cell in pair]
+        """Return class and fraction in turns, and the file."""
+        cells = [cell for pair in zip(fields["classes"], fields["fractions"], strict=True) for cell in pair]
         return [*cells, *[""] * (2 * top - len(cells)), fields["mask"]]
 
     def table_cells(self, fields: Mapping[str, Any]) -> tuple[str, str, str]:
-        """Return the largest class, its share, and the others."""
+        """Return the largest class, its fraction, and the others."""
         names = [printable(name, line=True) for name in fields["classes"]]
-        shares = [f"{percent(share)}%" for share in fields["shares"]]
-        others = ", ".join(f"{name} {share}" for name, share in zip(names[1:], shares[1:], strict=True))
-        return names[0], shares[0], others
+        fractions = [f"{percent(fraction)}%" for fraction in fields["fractions"]]
+        others = ", ".join(f"{name} {fraction}" for name, fraction in zip(names[1:], fractions[1:], strict=True))
+        return names[0], fractions[0], others
 
 
 # ── the task ──
@@ -312,13 +316,15 @@ class Segmentation(Task):
         made = []
         for logits in outputs.float():
             found = upsampled(logits[None], grid).argmax(dim=1).flatten()
-            shares = torch.bincount(found, minlength=len(known)).double() / len(found)
-            values, order = shares.sort(descending=True, stable=True)
-            first = [index for index, share in zip(order.tolist(), values.tolist(), strict=True) if share > 0][:top]
+            fractions = torch.bincount(found, minlength=len(known)).double() / len(found)
+            values, order = fractions.sort(descending=True, stable=True)
+            first = [index for index, fraction in zip(order.tolist(), values.tolist(), strict=True) if fraction > 0][
+                :top
+            ]
             made.append(
                 MaskPrediction(
                     tuple(known[index] for index in first),
-                    tuple(rounded(float(shares[index])) for index in first),
+                    tuple(rounded(float(fractions[index])) for index in first),
                     tuple(first),
                     np.ascontiguousarray(logits.numpy(), np.float32),
                 )

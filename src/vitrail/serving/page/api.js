@@ -39,7 +39,7 @@ export async function getImage(url) {
 
 /**
  * Return what the model says of an image: its top classes or labels, or its numbers, and of a segmentation model the
- * mask as a PNG in base64. Each class has a name, an index, and a probability, a share of the image or a value; of a
+ * mask as a PNG in base64. Each class has a name, an index, and a probability, a fraction of the image or a value; of a
  * label also whether it is predicted.
  */
 export async function predict(image, model, top, signal) {

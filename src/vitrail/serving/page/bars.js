@@ -1,7 +1,7 @@
-// Predictions as a list: probabilities of classes or labels with bars, shares of the image, or numbers. Each is a button
+// Predictions as a list: probabilities of classes or labels with bars, fractions of the image, or numbers. Each is a button
 // that explains it.
 
-import { amount, fraction, make } from "./elements.js";
+import { amount, fractionOf, make } from "./elements.js";
 
 /**
  * Fill a list with predictions; `chosen` is the index of the explained one, or null. Without `pick`, none can be
@@ -11,7 +11,7 @@ export function showBars(list, predictions, chosen, pick) {
   list.replaceChildren(
     ...predictions.map((prediction) => {
       const { name, index, predicted, colour } = prediction;
-      const part = fraction(prediction);
+      const part = fractionOf(prediction);
       const button = make(
         "button",
         pick

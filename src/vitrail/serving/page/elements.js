@@ -29,12 +29,12 @@ export function percent(fraction) {
 /** Format a number with four significant digits: 37.52. */
 export const formatNumber = (value) => String(Number(value.toPrecision(4)));
 
-/** Return the fraction that a model gives one output: a probability, or a share of the image; undefined of a number. */
-export const fraction = ({ probability, share }) => probability ?? share;
+/** Return the fraction that a model gives one output: a probability, or how much of the image it covers; or undefined. */
+export const fractionOf = ({ probability, fraction }) => probability ?? fraction;
 
 /** Format what a model says of one output: a fraction, or a number. */
 export function amount(prediction) {
-  const part = fraction(prediction);
+  const part = fractionOf(prediction);
   return part === undefined ? formatNumber(prediction.value) : percent(part);
 }
 

@@ -327,7 +327,7 @@ export class Panel {
     const count = model.class_count ?? model.classes?.length ?? 0;
     const noun = model.task === "multilabel" ? "labels; ✓: predicted" : "classes";
     if (!classes.length) parts["predictions-note"].textContent = "This model does not classify whole images.";
-    else if (this.mask) parts["predictions-note"].textContent = `Shares of the image${count > TOP ? `; the ${TOP} largest classes` : ""}`;
+    else if (this.mask) parts["predictions-note"].textContent = `Fractions of the image${count > TOP ? `; the ${TOP} largest classes` : ""}`;
     else if (classes[0].probability === undefined) parts["predictions-note"].textContent = "";
     else if (count > TOP) parts["predictions-note"].textContent = `Top ${TOP} of ${formatCount(count)} ${noun}`;
     else parts["predictions-note"].textContent = model.task === "multilabel" ? "✓: predicted" : "";
@@ -339,7 +339,7 @@ export class Panel {
     canvas.hidden = !this.mask;
     if (!this.mask) return;
     drawMask(canvas, this.mask, this.view.opacity);
-    const listed = this.classes.map(({ name, share }) => `${name} ${percent(share)}`).join(", ");
+    const listed = this.classes.map(({ name, fraction }) => `${name} ${percent(fraction)}`).join(", ");
     canvas.setAttribute("aria-label", `The image in the colours of its mask: ${listed}`);
   }
 

@@ -1,7 +1,7 @@
 // The stages of the forward pass, each with a small drawing.
 
 import { heatColour, paintHeat, range } from "./colours.js";
-import { formatNumber, fraction, make } from "./elements.js";
+import { formatNumber, fractionOf, make } from "./elements.js";
 
 const [WIDE, TALL] = [168, 112];
 const GOLD = "#d9a400";
@@ -195,7 +195,7 @@ function drawPrediction(context, model, { classes }) {
   context.font = "11px system-ui, sans-serif";
   classes.slice(0, 4).forEach((prediction, i) => {
     const { name, value, colour } = prediction;
-    const part = fraction(prediction);
+    const part = fractionOf(prediction);
     const y = 8 + i * 26;
     const text = part === undefined ? `${name} ${formatNumber(value)}` : name;
     context.fillStyle = style.color;
