@@ -41,7 +41,7 @@ def test_an_exported_model_gives_the_same_masks(to: str, tmp_path: Path) -> None
         for parameter in bundle.model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     target = tmp_path / ("model.onnx" if to == "onnx" else "model.xml")
-    made = export(bundle, target, to=to)  # type: ignore[arg-type]
+    made = export(bundle, target, to=to)
     if to == "onnx":
         metadata = {entry.key: entry.value for entry in onnx.load(target).metadata_props}
         assert json.loads(metadata["classes"]) == list(COLOURS)
