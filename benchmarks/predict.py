@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.support.peers import import_peer, scramble
 
 from vitrail import Bundle, Classifier, VitrailError, convert, load
-from vitrail.inference.bulk_prediction import predict_items
 from vitrail.inference.listing import list_items
+from vitrail.inference.row_batches import predict_items
 from vitrail.runtime import faster_in_bf16
 
 Predictions = dict[str, tuple[int, float]]

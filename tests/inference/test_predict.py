@@ -22,10 +22,10 @@ from vitrail.data.augmentation.vectorised import can_resize
 from vitrail.data.inputs import Item
 from vitrail.data.item_batches import checked
 from vitrail.errors import ConfigError
-from vitrail.inference.bulk_prediction import ahead, decoding_for, predict_items
 from vitrail.inference.classifier import Classifier, Predictor
 from vitrail.inference.jobs import Output
 from vitrail.inference.listing import list_items
+from vitrail.inference.row_batches import ahead, decoding_for, predict_items
 from vitrail.runtime import Precision
 
 ROOT = Path(__file__).parents[2]
@@ -317,7 +317,7 @@ import torch
 from tests.support.prediction_jobs import tiny_bundle
 from vitrail.inference.classifier import Classifier
 from vitrail.inference.listing import list_items
-from vitrail.inference.bulk_prediction import predict_items
+from vitrail.inference.row_batches import predict_items
 
 def resident():
     # This process and its workers; shared memory is counted for each, and does not grow either.

@@ -252,7 +252,7 @@ def test_each_class_has_its_bar_and_row(page: Page, masks_run: Path) -> None:
     assert len(cells) == 3
     for row in result.per_class:
         assert row.name in text
-        assert f"{row.images:,} {as_percent(row.share)} {as_percent(row.iou)} {as_percent(row.dice)}" in text
+        assert f"{row.images:,} {as_percent(row.fraction)} {as_percent(row.iou)} {as_percent(row.dice)}" in text
     ious = [row.iou or 0.0 for row in result.weakest_first]
     assert ious == sorted(ious)
 
@@ -279,8 +279,8 @@ def test_the_data_section_counts_pixels_and_images(page: Page, masks_run: Path) 
     assert "all images 63 9 18" in text
     for one in check["targets"]["pixels"]:
         counts = [str(check["counts"][split][one["name"]]) for split in ("train", "val", "test")]
-        assert f"{one['name']} {as_percent(one['share'])} {' '.join(counts)}" in text
-    shares = [one["share"] for one in check["targets"]["pixels"]]
+        assert f"{one['name']} {as_percent(one['fraction'])} {' '.join(counts)}" in text
+    shares = [one["fraction"] for one in check["targets"]["pixels"]]
     largest = check["targets"]["pixels"][int(np.argmax(shares))]["name"]
     assert re.search(f"test {re.escape(largest)}", text), "the largest class is first"
     assert "Each is shown in the colours of its mask, under the rarest of its classes." in text

@@ -69,7 +69,7 @@ def test_a_slow_decoder_is_killed_and_others_continue(monkeypatch: pytest.Monkey
             await decoders.decode(image(), PREPROCESS, "a", asyncio.Lock())
         assert refused.value.status == 422
         assert process.returncode is not None
-        assert (await decoders.decode(image(), PREPROCESS, "a", asyncio.Lock())).shape == (16, 16, 3)
+        assert (await decoders.decode(image(), PREPROCESS, "a", asyncio.Lock())).pixels.shape == (16, 16, 3)
         with pytest.raises(HttpError, match="more than 100 scans"):
             await decoders.decode(hostile, PREPROCESS, "a", asyncio.Lock())
 
@@ -83,7 +83,7 @@ def test_a_decoder_that_crashes_is_replaced() -> None:
         os.kill(process.pid, 19)
         with pytest.raises(HttpError, match="its decoder failed"):
             await decoders.decode(image(), PREPROCESS, "a", asyncio.Lock())
-        assert (await decoders.decode(image(), PREPROCESS, "a", asyncio.Lock())).shape == (16, 16, 3)
+        assert (await decoders.decode(image(), PREPROCESS, "a", asyncio.Lock())).pixels.shape == (16, 16, 3)
 
     with_decoders(ask, decoders=1)
 
@@ -94,7 +94,7 @@ def test_a_decoder_killed_while_idle_is_replaced() -> None:
         process.kill()
         while process.returncode is None:
             await asyncio.sleep(0.01)
-        assert (await decoders.decode(image(), PREPROCESS, "a", asyncio.Lock())).shape == (16, 16, 3)
+        assert (await decoders.decode(image(), PREPROCESS, "a", asyncio.Lock())).pixels.shape == (16, 16, 3)
 
     with_decoders(ask, decoders=1)
 
@@ -105,7 +105,7 @@ def test_the_working_directory_is_not_imported(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
 
     async def ask(decoders: Decoders) -> None:
-        assert (await decoders.decode(image(), PREPROCESS, "a", asyncio.Lock())).shape == (16, 16, 3)
+        assert (await decoders.decode(image(), PREPROCESS, "a", asyncio.Lock())).pixels.shape == (16, 16, 3)
 
     with_decoders(ask, decoders=1)
 

@@ -62,7 +62,11 @@ def test_a_narrow_image_is_refused_before_resizing() -> None:
     with pytest.raises(HttpError, match="224×448,000") as refused:
         decode_upload(file.getvalue(), Preprocess(size=(224, 224), resize="cover"), ("png",), 50_000_000)
     assert refused.value.status == 413
-    assert decode_upload(file.getvalue(), Preprocess(size=(224, 224)), ("png",), 50_000_000).shape == (224, 224, 3)
+    assert decode_upload(file.getvalue(), Preprocess(size=(224, 224)), ("png",), 50_000_000).pixels.shape == (
+        224,
+        224,
+        3,
+    )
 
 
 def test_the_attention_limit_is_for_all_images_together(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ def test_metrics_return_from_json() -> None:
     assert ious == sorted(ious)
     assert made.worst[0].mean_iou <= made.median[0].mean_iou <= made.best[0].mean_iou
     assert made.mean_iou_interval.low < made.mean_iou < made.mean_iou_interval.high
-    assert made.largest_class == pytest.approx(max(row.share for row in made.per_class) / 3)
+    assert made.largest_class == pytest.approx(max(row.fraction for row in made.per_class) / 3)
     assert made.summary.startswith("mean IoU ")
 
 
@@ -192,9 +192,9 @@ def test_a_prediction_makes_masks_of_any_size() -> None:
     outputs[0, 2, :, 2:] = 5.0
     (made,) = TASK.predict(outputs, NAMES, 5)
     assert made.classes == ("background", "square")
-    assert made.shares == (0.5, 0.5)
-    assert made.fields() == {"classes": ("background", "square"), "shares": (0.5, 0.5)}
-    assert made.response()["classes"][1] == {"name": "square", "index": 2, "share": 0.5}
+    assert made.fractions == (0.5, 0.5)
+    assert made.fields() == {"classes": ("background", "square"), "fractions": (0.5, 0.5), "mask": None}
+    assert made.response()["classes"][1] == {"name": "square", "index": 2, "fraction": 0.5}
     for height, width in ((8, 8), (5, 30)):
         mask = made.mask(height, width)
         assert mask.dtype == np.uint8
@@ -212,9 +212,9 @@ def test_rows() -> None:
     (made,) = TASK.predict(torch.tensor([5.0, 0.0, 0.0])[None, :, None, None].expand(1, 3, 2, 2), None, 2)
     assert made.classes == ("0",)
     rows = TASK.row_format(NAMES)
-    assert rows.csv_header(2) == ["class_1", "share_1", "class_2", "share_2"]
-    assert rows.csv_cells(made.fields(), 2) == ["0", 1.0, "", ""]
-    assert rows.csv_cells(TASK.unread("gone").fields(), 1) == ["", ""]
+    assert rows.csv_header(2) == ["class_1", "fraction_1", "class_2", "fraction_2", "mask"]
+    assert rows.csv_cells(made.fields(), 2) == ["0", 1.0, "", "", None]
+    assert rows.csv_cells(TASK.unread("gone").fields(), 1) == ["", "", None]
     assert rows.table_cells(made.fields()) == ("0", "100.0%", "")
 
 

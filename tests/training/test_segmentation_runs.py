@@ -170,7 +170,7 @@ def test_predictions_are_masks(run: Run, shapes: Path, tmp_path: Path) -> None:
     (made,) = vitrail.predict(run.bundle, [shapes / "images" / "0000.png"], device="cpu")
     assert isinstance(made, MaskPrediction)
     assert set(made.classes) <= set(SHAPES)
-    assert sum(made.shares) == pytest.approx(1, abs=1e-3)
+    assert sum(made.fractions) == pytest.approx(1, abs=1e-3)
     assert made.mask(24, 24).shape == (24, 24)
     for suffix in ("jsonl", "csv", "parquet", "txt"):
         done = vitrail.predict(
@@ -178,7 +178,7 @@ def test_predictions_are_masks(run: Run, shapes: Path, tmp_path: Path) -> None:
         )
         assert (done.images, done.bad) == (60, 0)
     first = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])
-    assert first.keys() == {"number", "path", "error", "classes", "shares"}
+    assert first.keys() == {"number", "path", "error", "classes", "fractions", "mask"}
 
 
 @pytest.mark.slow

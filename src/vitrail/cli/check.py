@@ -171,8 +171,8 @@ def _print_classes(report: "Report", what: str, images: dict[str, int] | None) -
     ranges = report.targets is not None and report.targets.kind == "values"
     names = sorted(report.classes, key=lambda name: 0 if ranges else -report.counts["train"][name])
     pixels = () if report.targets is None else report.targets.pixels
-    shares = {one.name: f"{100 * one.share:.2f}%" for one in pixels}
-    names = sorted(names, key=lambda name: -next((one.share for one in pixels if one.name == name), 0))
+    shares = {one.name: f"{100 * one.fraction:.2f}%" for one in pixels}
+    names = sorted(names, key=lambda name: -next((one.fraction for one in pixels if one.name == name), 0))
     rows = [
         (name, *([shares[name]] if shares else []), *(f"{report.counts[split][name]:,}" for split in splits))
         for name in names

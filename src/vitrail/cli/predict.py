@@ -73,6 +73,21 @@ def predict(
         typer.Option("--resume", help="Resume an interrupted command; if there is none, start from the beginning."),
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
+    masks: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the masks of a segmentation model: masks/….png with class indices, and overlays/….jpg to "
+            "look at, named like the images."
+        ),
+    ] = None,
+    window: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SCALE",
+            help="For segmentation of large images: use overlapping windows of the image at this scale (1: every "
+            "pixel), instead of resizing it to the model's input.",
+        ),
+    ] = None,
     ray: Ray = None,
     ray_workers: RayWorkers = None,
     chunk: Chunk = None,
@@ -101,6 +116,8 @@ def predict(
                 null=null,
                 resume=resume,
                 overwrite=overwrite,
+                masks=masks,
+                window=window,
                 ray=ray_options(ray, ray_workers, chunk),
                 on_progress=None if hidden else bar,
                 on_plan=None if quiet else bar.say,
@@ -112,10 +129,10 @@ def predict(
     if not quiet:
         for text in done.skipped.messages():
             echo(f"vitrail: {text}", err=True)
-        echo(_summary(done, output), err=True)
+        echo(_summary(done, output, masks), err=True)
 
 
-def _summary(done: "Summary", output: Path | None) -> str:
+def _summary(done: "Summary", output: Path | None, masks: Path | None) -> str:
     """Return a one-line summary of the job."""
     new = done.images - done.earlier
     words = [f"{done.images:,} {'image' if done.images == 1 else 'images'}"]
@@ -127,4 +144,6 @@ def _summary(done: "Summary", output: Path | None) -> str:
         words.append("nothing left to do (use --overwrite to predict them again)")
         return "; ".join(words) + f"; the rows are in {output}"
     words.append(f"{new / max(done.seconds, 1e-9):,.1f} images/s, {done.precision}")
-    return "; ".join(words) + ("" if output is None else f"; written to {output}")
+    words += [] if output is None else [f"written to {output}"]
+    words += [] if masks is None else [f"masks in {masks}"]
+    return "; ".join(words)

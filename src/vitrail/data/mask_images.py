@@ -17,8 +17,8 @@ FIRST = (
 """Colours that most people can tell apart (Okabe and Ito)."""
 GOLDEN = 0.618033988749895
 """Hues that are apart by the golden ratio stay far from each other, however many there are."""
-COVER = 0.55
-"""How much of the image an overlay covers."""
+COVER = 55
+"""How much of the image an overlay covers, in percent."""
 
 
 def palette(classes: int) -> NDArray[np.uint8]:
@@ -43,7 +43,7 @@ def mask_png(mask: NDArray[np.uint8], classes: int) -> bytes:
     colours[:classes] = palette(classes)
     image.putpalette(colours.tobytes())  # the mode becomes P, the values stay
     file = io.BytesIO()
-    image.save(file, "PNG", optimize=True)
+    image.save(file, "PNG")  # optimize=True takes ten times as long and saves little
     return file.getvalue()
 
 
@@ -55,11 +55,13 @@ def overlay(pixels: NDArray[np.uint8], mask: NDArray[np.uint8], classes: int) ->
             f"an image of {pixels.dtype} and shape {pixels.shape} with a mask of shape {mask.shape}; use uint8, 1 or 3 "
             "channels, and the same size"
         )
-    colours = np.zeros((256, 3), np.float32)
-    colours[:classes] = palette(classes)
+    # In integers: several times as fast as in floats, for images of many megapixels.
+    colours = np.zeros((256, 3), np.uint16)
+    colours[:classes] = palette(classes) * np.uint16(COVER) + 50
     shown = np.broadcast_to(pixels, (*mask.shape, 3))
-    mixed = shown * (1 - COVER) + colours[mask] * COVER
-    return np.where((mask < classes)[:, :, None], np.rint(mixed), shown).astype(np.uint8)
+    mixed = ((shown * np.uint16(100 - COVER) + colours[mask]) // 100).astype(np.uint8)
+    drawn = mask < classes
+    return mixed if drawn.all() else np.where(drawn[:, :, None], mixed, shown)
 
 
 def _check_mask(mask: NDArray[np.uint8]) -> None:

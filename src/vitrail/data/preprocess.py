@@ -66,6 +66,11 @@ class Preprocess(Frozen):
         """Bytes of the pixels of one image, as uint8."""
         return self.size[0] * self.size[1] * self.channels
 
+    @property
+    def sees_whole(self) -> bool:
+        """Whether the model's input is the whole image, and nothing else."""
+        return self.resize == "squash" and self.resize_to in (None, self.size)
+
     def resized(self, size: tuple[int, int]) -> Self:
         """Return the same preprocessing for another image size; the crop keeps its fraction of the image."""
         if self.resize_to is None:

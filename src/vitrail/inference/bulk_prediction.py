@@ -1,36 +1,28 @@
-"""Predict any number of images: decoding runs in parallel with the model, and rows keep the input order.
+"""Predict any number of images: one row per image, in input order, to a file, to memory or to stdout.
 
-If the engine uses one thread per core, each thread decodes what it computes: no core waits for another, and no
-processes are started. Otherwise the worker processes of `torch.utils.data.DataLoader` decode: pixels are returned in
-shared memory instead of a pipe, a worker that dies is noticed, and prefetching is bounded to two batches per worker.
-While a GPU computes a batch, this process makes the rows of the previous one.
 The list of images is consumed lazily, so memory does not grow with its length.
 """
 
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vitrail.acceleration.auto import open_best
-from vitrail.acceleration.cpu.threads import LARGEST, CpuThreads, one_thread
-from vitrail.acceleration.engine import Engine, TorchEngine, open_engine
+from vitrail.acceleration.engine import Engine, open_engine
 from vitrail.acceleration.int8.engine import Int8Engine
 from vitrail.checkpoints.bundle import Bundle, digest_model
 from vitrail.checkpoints.load import ready_bundle
-from vitrail.data.batches import default_workers, prefetch
-from vitrail.data.decoder_choice import ON_CPU, Decoder, check_decode, choose_decoder, samples
+from vitrail.data.decoder_choice import check_decode, choose_decoder, samples
 from vitrail.data.inputs import Item
-from vitrail.data.item_batches import Decoded, Decoding, checked, gpu_decoded_items, item_batches
+from vitrail.data.item_batches import Decoding, checked
 from vitrail.errors import ConfigError, DataError, StorageError
 from vitrail.inference.classifier import (
     BATCH,
@@ -48,14 +40,15 @@ from vitrail.inference.jobs import (
     is_finished,
 )
 from vitrail.inference.listing import is_plain_file, list_items, nothing_listed, read_stdin
+from vitrail.inference.mask_files import MaskFolder, check_mask_folder, check_masks, check_whole
+from vitrail.inference.row_batches import ahead, predict_items
 from vitrail.inference.skipped import SkippedFiles
-from vitrail.inference.writing import Format, PredictionRow, Sink, TerminalWriter, choose_format
+from vitrail.inference.windows import windows_for
+from vitrail.inference.writing import Format, Sink, TerminalWriter, choose_format
 from vitrail.runtime import InferencePrecision, OnPlan, Precision, choose_device
 from vitrail.tasks.lookup import compare_for, task_of
 from vitrail.text import printable_path
 
-In = TypeVar("In")
-Out = TypeVar("Out")
 Quantise = Callable[[Bundle], Int8Engine]
 """Opens the int8 engine of a bundle, which may take a minute."""
 SAMPLE = 64
@@ -79,119 +72,6 @@ class Summary(NamedTuple):
     """Files among the images that were skipped because they have no image suffix."""
 
 
-def predict_items(
-    predictor: Predictor[Any],
-    items: Iterator[Item],
-    *,
-    top: int = 5,
-    batch: int = BATCH,
-    workers: int | None = None,
-    first: int = 1,
-    decoder: Decoder = ON_CPU,
-) -> Iterator[list[PredictionRow]]:
-    """Yield the rows of images, in order, batch by batch, numbered from `first`."""
-    check_counts(top, batch)
-    engine = predictor.engine
-    cpu_threads = engine.cpu_threads if isinstance(engine, TorchEngine | Int8Engine) else None
-    if decoder.device is not None:
-        made = _on_device(predictor, decoder.device, items, top, batch, workers)
-    elif workers is None and cpu_threads is not None and cpu_threads.one_core_each:
-        made = _in_threads(predictor, cpu_threads, items, top, batch)
-    else:
-        made = _in_workers(predictor, items, top, batch, workers)
-    for rows in made:
-        yield [row._replace(number=number) for number, row in enumerate(rows, start=first)]
-        first += len(rows)
-
-
-def _in_threads(
-    predictor: Predictor[Any], cpu_threads: CpuThreads, items: Iterator[Item], top: int, batch: int
-) -> Iterator[list[PredictionRow]]:
-    decoding = decoding_for(predictor)
-
-    def work(some: list[Item]) -> list[PredictionRow]:
-        decoded = checked(decoding[some])
-        return _rows(predictor, decoded, _outputs(predictor, decoded), top)
-
-    results = cpu_threads.each(work, item_batches(items, min(batch, LARGEST)))
-    with closing(results):  # stop computing when the caller stops iterating
-        rows = chain.from_iterable(results)
-        while some := list(islice(rows, batch)):
-            yield some
-
-
-def _on_device(
-    predictor: Predictor[Any], device: torch.device, items: Iterator[Item], top: int, batch: int, workers: int | None
-) -> Iterator[list[PredictionRow]]:
-    workers = default_workers() if workers is None else workers
-    decoded = gpu_decoded_items(items, predictor.preprocess, device, batch, workers)
-    with closing(decoded), closing(ahead(partial(_outputs, predictor), decoded)) as computed:
-        for one, outputs in computed:
-            with one_thread():
-                rows = _rows(predictor, one, outputs, top)
-            yield rows
-
-
-def _in_workers(
-    predictor: Predictor[Any], items: Iterator[Item], top: int, batch: int, workers: int | None
-) -> Iterator[list[PredictionRow]]:
-    batches = item_batches(items, batch)
-    first = list(islice(batches, 1))
-    if workers is None:  # for a few images, starting processes takes longer than decoding
-        workers = default_workers() if first and len(first[0]) == batch else 0
-    pin = predictor.device.type == "cuda" and workers > 0
-    size = batch * predictor.preprocess.pixel_bytes
-    prefetched = prefetch(decoding_for(predictor), chain(first, batches), workers=workers, pin=pin, batch_bytes=size)
-    compute, decoded = partial(_outputs, predictor), map(checked, prefetched)
-    computed = ahead(compute, decoded) if pin else ((one, compute(one)) for one in decoded)
-    with closing(computed):
-        for one, outputs in computed:
-            with one_thread() if workers else nullcontext():
-                rows = _rows(predictor, one, outputs, top)
-            yield rows
-
-
-def decoding_for(predictor: Predictor[Any]) -> Decoding:
-    """Return the decoding for a predictor.
-
-    In float32 the pixels are those of other libraries. Lower precisions change the outputs more than the fast resize
-    does.
-    """
-    return Decoding(predictor.preprocess, quick=predictor.engine.precision != "float32")
-
-
-def ahead(compute: Callable[[In], Out], items: Iterable[In]) -> Generator[tuple[In, Out], None, None]:
-    """Yield each item with what `compute` makes of it, in a thread of its own, which is one item ahead."""
-    with ThreadPoolExecutor(1, thread_name_prefix="model") as pool:
-        waiting: tuple[In, Future[Out]] | None = None
-        for item in items:
-            coming = item, pool.submit(compute, item)
-            if waiting is not None:
-                yield waiting[0], waiting[1].result()
-            waiting = coming
-        if waiting is not None:
-            yield waiting[0], waiting[1].result()
-
-
-def _outputs(predictor: Predictor[Any], decoded: Decoded) -> Tensor | None:
-    return predictor.engine(decoded.pixels) if len(decoded.pixels) else None
-
-
-def _rows(predictor: Predictor[Any], decoded: Decoded, outputs: Tensor | None, top: int) -> list[PredictionRow]:
-    readable = [name for name, error in zip(decoded.names, decoded.errors, strict=True) if error is None]
-    named = partial(_nth_path, readable)
-    predictions = iter(() if outputs is None else predictor.predict_outputs(outputs, top, named))
-    rows = []
-    for name, error in zip(decoded.names, decoded.errors, strict=True):
-        prediction = next(predictions) if error is None else predictor.task.unread(error)
-        rows.append(PredictionRow(0, name, prediction))
-    return rows
-
-
-def _nth_path(paths: Sequence[bytes], index: int) -> str:
-    return printable_path(paths[index])
-
-
 def predict_files(
     bundle: Bundle | str | Path,
     places: str | Sequence[str],
@@ -209,6 +89,8 @@ def predict_files(
     null: bool = False,
     resume: bool = False,
     overwrite: bool = False,
+    masks: str | Path | None = None,
+    window: float | None = None,
     sink: Sink | None = None,
     on_progress: Callable[[int, int | None], None] | None = None,
     on_plan: OnPlan | None = None,
@@ -217,6 +99,7 @@ def predict_files(
 
     An unreadable image becomes a row with an error; if all images are unreadable, `DataError` is raised at the end. If
     remote storage fails, `StorageError` is raised and the rows written so far are kept.
+    `masks` is a folder for the masks of a segmentation model, and `window` the scale of its windows.
     `quantise` opens the engine of int8. `on_progress` is called with the number of rows, and the total if known. With
     `resume`, a finished job stays as it is; its summary then has only earlier rows.
     """
@@ -224,7 +107,12 @@ def predict_files(
     places = [places] if isinstance(places, str) else places
     output = None if output is None else Path(output)
     chosen = choose_format(format, output, interactive=sys.stdout.isatty())
-    _check_output(output, chosen, places, resume, overwrite)
+    _check_output(output, chosen, places, resume, overwrite, masks=masks is not None)
+    before = earlier_job(output) if output is not None and resume else None
+    ended = output is not None and resume and is_finished(output)
+    if masks is not None:
+        masks = Path(masks)
+        check_mask_folder(masks, places, resume=ended or before is not None, overwrite=overwrite)
     if quantise is None:
         check_precision(precision)
     check_decode(decode)
@@ -235,14 +123,25 @@ def predict_files(
     if first is None:
         raise nothing_listed(places, skipped)
     items = chain([first], items)
-    if output is not None and resume and is_finished(output):
-        finished = count_finished(output, chosen, items)
+    if output is not None and ended:
+        earlier_masks = None if masks is None else MaskFolder(masks, places)
+        finished = count_finished(output, chosen, items if earlier_masks is None else earlier_masks.named(items))
+        if earlier_masks is not None:
+            earlier_masks.start(finished)
         check_readable(finished)
         return Summary(finished.done, finished.bad, finished.done, 0.0, precision, skipped)
     opened = ready_bundle(bundle)
     task = task_of(opened)
     top = min(top, opened.model.config.classes)
-    before = earlier_job(output) if output is not None and resume else None
+    if masks is not None:
+        check_masks(opened)
+        if window is None:
+            check_whole(opened.preprocess)
+    if window is not None:
+        windows_for(opened, window)  # raises before anything is opened
+        if decode == "gpu":
+            raise ConfigError("windows are cut from images that a CPU decodes; leave out --decode, or --window")
+        decode = "cpu"
     resolved: Precision | Engine
     why = None
     computed: InferencePrecision
@@ -265,15 +164,21 @@ def predict_files(
     else:
         images, model = digest_places(places, null), digest_model(opened)
         calibration = resolved.digest if isinstance(resolved, Int8Engine) else ""
-        job = PredictJob(images, model, top, engine, precision, chosen, computed, decode, decoder.name, calibration)
+        job = PredictJob(
+            images, model, top, engine, precision, chosen, computed, decode, decoder.name, calibration,
+            masks="" if masks is None else os.path.abspath(masks), window=window,
+        )  # fmt: skip
         sink = Output(output, job, task.row_format(opened.classes), resume=resume, overwrite=overwrite)
     predictor: Predictor[Any] = (
-        Predictor(opened, engine=engine, precision=resolved, device=device)
+        Predictor(opened, engine=engine, precision=resolved, device=device, window=window)
         if isinstance(resolved, str)
-        else Predictor(opened, engine=resolved, device=device)
+        else Predictor(opened, engine=resolved, device=device, window=window)
     )
-    with _resumable(output if chosen != "table" else None), sink:
-        items = sink.skip_done(items)
+    folder = None if masks is None else MaskFolder(masks, places, opened.preprocess.channels)
+    with _resumable(output if chosen != "table" else None), sink, folder or nullcontext():
+        items = sink.skip_done(items if folder is None else folder.named(items))
+        if folder is not None:
+            folder.start(sink)
         if on_plan is not None:
             on_plan(str(predictor.engine.plan))
         decoder.announce(on_plan)
@@ -281,7 +186,9 @@ def predict_files(
         made = predict_items(
             predictor, items, top=top, batch=batch, workers=workers, first=earlier + 1, decoder=decoder
         )
-        for rows in made:
+        # Files of masks are written while the model computes the next batch.
+        written = made if folder is None else (rows for _, rows in ahead(folder.write, made))
+        for rows in written:
             sink.write(rows)
             if on_progress is not None:
                 on_progress(sink.done, total)
@@ -305,10 +212,12 @@ def _resumable(output: Path | None) -> Iterator[None]:
         raise StorageError(f"{error}; add --resume to keep the rows in {printable_path(os.fspath(output))}") from None
 
 
-def _check_output(output: Path | None, format: Format, places: Sequence[str], resume: bool, overwrite: bool) -> None:
+def _check_output(
+    output: Path | None, format: Format, places: Sequence[str], resume: bool, overwrite: bool, *, masks: bool
+) -> None:
     if output is not None:
         check_target(output, format, places, resume=resume, overwrite=overwrite)
-    elif resume or overwrite:
+    elif resume or (overwrite and not masks):
         raise ConfigError("--resume and --overwrite need a file; give one with --output")
 
 

@@ -16,13 +16,13 @@ from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.batches import BadImage
 from vitrail.data.sources.source import Source
 from vitrail.data.sources.splits import split_of
-from vitrail.inference.bulk_prediction import predict_items
 from vitrail.inference.chunk_folder import ChunkJob, ChunkRecord, write_chunk
 from vitrail.inference.chunk_listing import read_listing
 from vitrail.inference.classifier import Predictor
 from vitrail.inference.embed import facts_of, feature_rows
 from vitrail.inference.feature_files import DType, open_rows
 from vitrail.inference.features import ComputeOptions, FeatureModel, FeatureRequest
+from vitrail.inference.row_batches import predict_items
 from vitrail.inference.writing import Jsonl, PredictionRow, Sink, write_parquet
 from vitrail.runtime import Precision
 from vitrail.text import printable_path

@@ -18,6 +18,7 @@ from vitrail.data.inputs import ImageInput, fitted, is_one, item_of, name_of, no
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Pixels
 from vitrail.errors import ConfigError, Diverged, StorageError, VitrailError
+from vitrail.inference.windows import as_canvas, windows_for
 from vitrail.models.checks import as_int
 from vitrail.runtime import Precision, autocast, choose_device
 from vitrail.tasks.classification import ClassPrediction
@@ -34,7 +35,7 @@ class Predictor(Generic[P]):
 
     `bundle` is a loaded bundle or anything that `vitrail.load` opens; its model is moved to the device. `engine` is the
     name of an engine or an open one. With `precision="float32"` the outputs match those of the library that the weights
-    come from.
+    come from. With `window`, a segmentation model sees an image in overlapping windows, at this scale of the image.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Predictor(Generic[P]):
         engine: str | Engine = "torch",
         precision: Precision = "float32",
         device: str = "auto",
+        window: float | None = None,
     ) -> None:
         place = choose_device(device)
         autocast(place, precision)  # raises for an invalid precision before anything is read
@@ -51,6 +53,7 @@ class Predictor(Generic[P]):
         self.task = self._task(opened)
         self.preprocess: Preprocess = opened.preprocess
         self.names = opened.classes
+        self.windows = None if window is None else windows_for(opened, window)
         self.device = place
         self.engine: Engine = (
             open_engine(opened.model, opened.preprocess, kind=engine, precision=precision, device=place)
@@ -126,13 +129,23 @@ class Predictor(Generic[P]):
                 raise made
             elif errors == "raise":
                 raise type(made)(f"{name}: {made}")
-        pixels = torch.from_numpy(np.stack(good)).permute(0, 3, 1, 2) if good else torch.empty(0)
-        predictions = iter(self.predict_pixels(pixels, top, readable.__getitem__))
+        predictions = iter(self._predict_loaded(good, readable, top))
         return [self.task.unread(str(made)) if isinstance(made, VitrailError) else next(predictions) for made in ready]
+
+    def _predict_loaded(self, images: Sequence[Pixels], names: Sequence[str], top: int) -> list[P]:
+        if self.windows is None:
+            pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2) if images else torch.empty(0)
+            return self.predict_pixels(pixels, top, names.__getitem__)
+        made = []
+        for image, name in zip(images, names, strict=True):  # grids of different sizes
+            outputs = self.windows.outputs(self.engine, as_canvas(image), BATCH)
+            made += self.predict_outputs(outputs, top, lambda _, name=name: name)  # type: ignore[misc]
+        return made
 
     def _load(self, image: object) -> Pixels | VitrailError:
         try:
-            return fitted(item_of(image, self.preprocess.channels), self.preprocess)
+            item = item_of(image, self.preprocess.channels)
+            return fitted(item, self.preprocess) if self.windows is None else self.windows.canvas(item)
         except VitrailError as error:
             return error
 

@@ -46,6 +46,8 @@ _DESCRIPTIONS = {
     "decode": "another decoder (--decode)",
     "format": "another format",
     "calibration": "other calibration images",
+    "masks": "another folder of masks (--masks)",
+    "window": "another window (--window)",
 }
 
 
@@ -70,6 +72,10 @@ class PredictJob:
     """Where they are decoded."""
     calibration: str = ""
     """In int8, a digest of the quantised model."""
+    masks: str = ""
+    """The folder of the masks, if they are written."""
+    window: float | None = None
+    """The scale of the windows, if the model sees images in windows."""
 
     def differences(self, other: "PredictJob") -> list[str]:
         """Describe how another job differs."""

@@ -51,6 +51,8 @@ def predict(
     null: bool = False,
     resume: bool = False,
     overwrite: bool = False,
+    masks: str | Path | None = None,
+    window: float | None = None,
     ray: str | RayOptions | None = None,
     on_progress: OnProgress | None = None,
     on_plan: OnPlan | None = None,
@@ -77,6 +79,8 @@ def predict(
     null: bool = False,
     resume: bool = False,
     overwrite: bool = False,
+    masks: str | Path | None = None,
+    window: float | None = None,
     ray: str | RayOptions | None = None,
     on_progress: OnProgress | None = None,
     on_plan: OnPlan | None = None,
@@ -102,6 +106,8 @@ def predict(
     null: bool = False,
     resume: bool = False,
     overwrite: bool = False,
+    masks: str | Path | None = None,
+    window: float | None = None,
     ray: str | RayOptions | None = None,
     on_progress: OnProgress | None = None,
     on_plan: OnPlan | None = None,
@@ -122,6 +128,11 @@ def predict(
     With `output`, the rows of paths are written to a file as they come (.jsonl, .csv, .parquet or .txt, or `format`),
     and a summary is returned; "-" is stdout. `resume` continues an interrupted job, `overwrite` replaces a file.
 
+    A segmentation model writes a mask of every image to the folder `masks`: masks/….png, whose pixels are class
+    indices, and overlays/….jpg, to look at; names mirror the paths of the images. In Python, the mask is
+    `prediction.mask(height, width)`. With `window`, the model sees large images in overlapping windows at this scale
+    (1: every pixel), instead of resized to its input.
+
     With `ray`, workers of a Ray cluster predict, and `output` is a folder of Parquet files. It is "local", "auto", an
     address, or `RayOptions`.
     """
@@ -135,6 +146,10 @@ def predict(
         raise ConfigError("Ray writes the predictions of images with paths to a folder; name it as output")
     if others is not None and output is not None:
         raise ConfigError("only images with paths are written to a file; save these first, or omit output")
+    if others is not None and masks is not None:
+        raise ConfigError("masks of images in memory have no names; leave out masks, and use .mask() of a prediction")
+    if ray is not None and (masks is not None or window is not None):
+        raise ConfigError("Ray workers do not write masks and use no windows; leave out --masks and --window, or --ray")
     if precision == "int8" and ray is not None:
         raise ConfigError(NO_INT8_ON_RAY)
     opened = ready_bundle(model, overrides=overrides, keys=keys)
@@ -144,7 +159,7 @@ def predict(
     if others is None and not paths and output is None:
         return []
     if others is not None:
-        return _in_memory(opened, others, top, batch, device, engine, precision, quantise, on_progress, on_plan)
+        return _in_memory(opened, others, top, batch, device, engine, precision, quantise, window, on_progress, on_plan)
     if ray is not None:
         from vitrail.inference.ray_jobs import predict_on_ray  # only here: it imports much that others do not need
 
@@ -170,6 +185,8 @@ def predict(
         null=null,
         resume=resume,
         overwrite=overwrite,
+        masks=masks,
+        window=window,
         sink=rows if output is None else None,
         on_progress=on_stage(on_progress, "predicting"),
         on_plan=on_plan,
@@ -225,6 +242,7 @@ def _in_memory(
     engine: str,
     precision: str,
     quantise: Quantise | None,
+    window: float | None,
     on_progress: OnProgress | None,
     on_plan: OnPlan | None,
 ) -> list[Prediction]:
@@ -240,9 +258,9 @@ def _in_memory(
         items = _items(first, bundle.preprocess.channels)
         resolved, _, _ = resolve_precision(precision, bundle, engine, place, items)
     predictor: Predictor[Any] = (
-        Predictor(bundle, engine=engine, precision=resolved, device=device)
+        Predictor(bundle, engine=engine, precision=resolved, device=device, window=window)
         if isinstance(resolved, str)
-        else Predictor(bundle, engine=resolved, device=device)
+        else Predictor(bundle, engine=resolved, device=device, window=window)
     )
     if on_plan is not None:
         on_plan(str(predictor.engine.plan))

@@ -194,7 +194,7 @@ def _counts(check: Check) -> str:
     if check.targets is not None:  # an image has any number of labels
         images |= check.targets.images
     pixels = [] if check.targets is None else check.targets.pixels
-    shares = {one.name: one.share for one in pixels}
+    shares = {one.name: one.fraction for one in pixels}
     coloured_name = coloured_names([one.name for one in pixels])
     names.sort(key=lambda one: -shares.get(one, 0.0))
     rows = [

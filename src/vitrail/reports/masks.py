@@ -134,7 +134,7 @@ def _table(result: SegmentationMetrics) -> str:
         [
             Cell(names[row.name], row.name),
             Cell(f"{row.images:,}", row.images),
-            *(percent_cell(value) for value in (row.share, row.iou, row.dice, row.precision, row.recall)),
+            *(percent_cell(value) for value in (row.fraction, row.iou, row.dice, row.precision, row.recall)),
         ]
         for row in rows
     ]

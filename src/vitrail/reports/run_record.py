@@ -89,7 +89,7 @@ class PixelFacts(BaseModel):
 
     name: str
     images: int
-    share: float
+    fraction: float
     """Its fraction of the labelled pixels of all images."""
 
 

@@ -12,18 +12,18 @@ from starlette.responses import Response
 from starlette.routing import Route, Router, request_response
 from starlette.types import ASGIApp
 
-from vitrail.data.sources.source import Pixels
 from vitrail.errors import CheckpointError, VitrailError
 from vitrail.serving.batching import QueueSlot
 from vitrail.serving.connections import client_key
 from vitrail.serving.decoders import Decoders
+from vitrail.serving.decoding import Upload
 from vitrail.serving.files import page_files, sample_list
 from vitrail.serving.http_errors import ClientDisconnected, HttpError, as_http_error, method_not_allowed
 from vitrail.serving.lifecycle import Counters, Lifecycle
 from vitrail.serving.middleware import Middleware, as_json
 from vitrail.serving.model_registry import ModelRegistry, ServedModel
 from vitrail.serving.openapi import document
-from vitrail.serving.operations import Operation
+from vitrail.serving.operations import MaskResult, Operation
 from vitrail.serving.request import (
     EmbedOptions,
     ExplainOptions,
@@ -79,11 +79,13 @@ class RequestHandler:
         return results
 
     async def _run_one(
-        self, served: ServedModel, operation: Operation, decoded: Coroutine[Any, Any, Pixels], slot: QueueSlot
+        self, served: ServedModel, operation: Operation, decoded: Coroutine[Any, Any, Upload], slot: QueueSlot
     ) -> Any:
-        pixels = await decoded
+        upload = await decoded
         try:
-            return await served.batcher.submit(operation, pixels, slot)
+            result = await served.batcher.submit(operation, upload.pixels, slot)
+            # Masks have the size of the upload, so they are not made in the thread of the model.
+            return await asyncio.to_thread(result.finished, upload.size) if isinstance(result, MaskResult) else result
         except VitrailError as error:
             raise as_http_error(error) from None
 

@@ -13,8 +13,9 @@ from typing import BinaryIO
 
 TASK_HEADER = struct.Struct(">IQ")
 """Task header: length of the JSON settings, length of the file."""
-RESULT_HEADER = struct.Struct(">BIII")
-"""Result header: 1, height, width, channels; or 0, 0, 0 and the length of a JSON error."""
+RESULT_HEADER = struct.Struct(">BIIIII")
+"""Result header: 1, height, width, channels, and height and width of the original; or 0, 0, 0, the length of a JSON
+error, 0, 0."""
 READY = b"R"
 """Written once after the imports; from then on, time counts against the image."""
 MEMORY, MEMORY_PER_PIXEL = 512 * 2**20, 24
@@ -41,14 +42,14 @@ def main() -> None:
         content = tasks.read(size)
         _limit_memory(at_start + MEMORY + MEMORY_PER_PIXEL * settings["pixels"])
         try:
-            pixels = decode_upload(
+            upload = decode_upload(
                 content, Preprocess(**settings["preprocess"]), settings["formats"], settings["pixels"]
             )
         except HttpError as error:
             body = json.dumps({"status": error.status, "message": error.message}).encode()
-            _write(results, RESULT_HEADER.pack(0, 0, 0, len(body)), body)
+            _write(results, RESULT_HEADER.pack(0, 0, 0, len(body), 0, 0), body)
         else:
-            _write(results, RESULT_HEADER.pack(1, *pixels.shape), pixels.tobytes())
+            _write(results, RESULT_HEADER.pack(1, *upload.pixels.shape, *upload.size), upload.pixels.tobytes())
         del content
 
 

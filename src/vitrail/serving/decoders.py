@@ -23,11 +23,10 @@ import torch
 
 from vitrail.data.decoder_choice import choose_for_uploads
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sources.source import Pixels
 from vitrail.runtime import available_cores, choose_device
 from vitrail.serving.connections import rate_limited_log
 from vitrail.serving.decoder_process import READY, RESULT_HEADER, TASK_HEADER
-from vitrail.serving.decoding import check_upload
+from vitrail.serving.decoding import Upload, check_upload
 from vitrail.serving.fair_queue import FairQueue
 from vitrail.serving.gpu_uploads import GpuUploads
 from vitrail.serving.http_errors import HttpError
@@ -64,7 +63,7 @@ class _Job:
     content: bytes
     preprocess: Preprocess
     large: bool
-    result: asyncio.Future[Pixels]
+    result: asyncio.Future[Upload]
     arrived: float = field(default_factory=monotonic)
 
 
@@ -108,8 +107,8 @@ class Decoders:
         waited = max((now - job.arrived for job in self._small if not job.result.done()), default=0.0)
         return waited if self._gpu is None else max(waited, self._gpu.waiting())
 
-    async def decode(self, content: bytes, preprocess: Preprocess, client: Hashable, request: asyncio.Lock) -> Pixels:
-        """Return the preprocessed pixels, or raise `HttpError`; images rejected by their header do not wait.
+    async def decode(self, content: bytes, preprocess: Preprocess, client: Hashable, request: asyncio.Lock) -> Upload:
+        """Return the decoded image, or raise `HttpError`; images rejected by their header do not wait.
 
         `request` is a lock shared by the images of one request: headers are parsed one at a time, yielding to the
         event loop in between, because a hostile one can take milliseconds.
@@ -119,9 +118,9 @@ class Decoders:
             await asyncio.sleep(0)
         large = outline is None or outline.work > LARGE
         if self._gpu is not None and not large:
-            pixels = await self._gpu.decode(content, preprocess, client, request)
-            if pixels is not None:
-                return pixels
+            upload = await self._gpu.decode(content, preprocess, client, request)
+            if upload is not None:
+                return upload
         job = _Job(content, preprocess, large, asyncio.get_running_loop().create_future())
         (self._large if job.large else self._small).add(client, request, job)
         self._dispatch()
@@ -200,7 +199,7 @@ class Decoders:
             decoder.tasks.close()
         return None
 
-    async def _decoded_in_time(self, decoder: _Decoder, job: _Job) -> Pixels | HttpError:
+    async def _decoded_in_time(self, decoder: _Decoder, job: _Job) -> Upload | HttpError:
         seconds = self._settings.decode_time
         try:
             async with asyncio.timeout(seconds):
@@ -210,7 +209,7 @@ class Decoders:
         except (asyncio.IncompleteReadError, OSError):
             raise _DecoderFailed("the image cannot be used: its decoder failed") from None
 
-    async def _decoded(self, decoder: _Decoder, job: _Job) -> Pixels | HttpError:
+    async def _decoded(self, decoder: _Decoder, job: _Job) -> Upload | HttpError:
         settings = self._settings
         task = {"pixels": settings.pixels, "formats": settings.formats, "preprocess": job.preprocess.model_dump()}
         header = json.dumps(task).encode()
@@ -218,14 +217,16 @@ class Decoders:
         decoder.tasks.write(job.content)
         await decoder.tasks.drain()
         # Never pickle: a hostile file may have taken over the process that wrote this.
-        ok, height, width, size = RESULT_HEADER.unpack(await decoder.results.readexactly(RESULT_HEADER.size))
+        header = await decoder.results.readexactly(RESULT_HEADER.size)
+        ok, height, width, size, *original = RESULT_HEADER.unpack(header)
         if not ok:
             error = json.loads(await decoder.results.readexactly(min(size, MAX_ERROR_BYTES)))
             return HttpError(int(error["status"]), str(error["message"]))
-        if (height, width, size) != (*job.preprocess.size, job.preprocess.channels):
+        as_expected = (height, width, size) == (*job.preprocess.size, job.preprocess.channels)
+        if not as_expected or not 0 < original[0] * original[1] <= settings.pixels:
             raise _DecoderFailed("the image cannot be used: its decoder failed")
         content = await decoder.results.readexactly(height * width * size)
-        return np.frombuffer(content, np.uint8).reshape(height, width, size)
+        return Upload(np.frombuffer(content, np.uint8).reshape(height, width, size), (original[0], original[1]))
 
 
 def _fail(job: _Job, error: BaseException) -> None:

@@ -5,6 +5,7 @@ so nothing here may import torch.
 """
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 from vitrail.data.decode import LazyImage, TooManyPixels, open_image
 from vitrail.data.image_files import Outline
@@ -16,6 +17,15 @@ from vitrail.serving.http_errors import HttpError
 
 MAX_ASPECT = 16
 """Maximum aspect ratio when the pixel limit is lower than what the model needs."""
+
+
+class Upload(NamedTuple):
+    """An uploaded image, decoded."""
+
+    pixels: Pixels
+    """Preprocessed: (height, width, channels)."""
+    size: tuple[int, int]
+    """Height and width of the original, as it is displayed."""
 
 
 def kind_of(content: bytes) -> str | None:
@@ -52,14 +62,14 @@ def check_upload(content: bytes, formats: Collection[str], max_pixels: int) -> O
     return header
 
 
-def decode_upload(content: bytes, preprocess: Preprocess, formats: Collection[str], max_pixels: int) -> Pixels:
-    """Decode and preprocess a file to (height, width, channels); any problem raises `HttpError`."""
+def decode_upload(content: bytes, preprocess: Preprocess, formats: Collection[str], max_pixels: int) -> Upload:
+    """Decode and preprocess a file; any problem raises `HttpError`."""
     check_upload(content, formats, max_pixels)
     try:
         image = open_image(content)
         _check_size(image, max_pixels)
         _check_shape(image, preprocess, max_pixels)
-        return preprocess.fit(image.pixels(preprocess.channels))
+        return Upload(preprocess.fit(image.pixels(preprocess.channels)), (image.height, image.width))
     except TooManyPixels:
         raise HttpError(413, f"the image is far larger than the limit of {max_pixels:,} pixels") from None
     except (DataError, InputError) as error:

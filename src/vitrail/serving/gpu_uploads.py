@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from threading import Barrier
 from time import monotonic
+from typing import NamedTuple
 
 import torch
 
@@ -24,7 +25,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Pixels
 from vitrail.errors import DataError
 from vitrail.serving.connections import rate_limited_log
-from vitrail.serving.decoding import MAX_ASPECT
+from vitrail.serving.decoding import MAX_ASPECT, Upload
 from vitrail.serving.fair_queue import FairQueue
 
 MOST = 64
@@ -34,10 +35,10 @@ START_TIME = 60.0
 
 
 @dataclass(eq=False)
-class _Upload:
+class _Waiting:
     content: bytes
     preprocess: Preprocess
-    result: asyncio.Future[Pixels | None]
+    result: asyncio.Future[Upload | None]
     arrived: float = field(default_factory=monotonic)
 
 
@@ -47,7 +48,7 @@ class GpuUploads:
     def __init__(self, device: torch.device) -> None:
         self._threads = decoding_threads(device)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="decode-uploads")
-        self._queue: FairQueue[_Upload] = FairQueue()
+        self._queue: FairQueue[_Waiting] = FairQueue()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -74,16 +75,16 @@ class GpuUploads:
 
     async def decode(
         self, content: bytes, preprocess: Preprocess, client: Hashable, request: Hashable
-    ) -> Pixels | None:
-        """Return the preprocessed pixels of an upload; None if a decoder process should make them."""
+    ) -> Upload | None:
+        """Return a decoded upload; None if a decoder process should decode it."""
         if preprocess.interpolation not in FILTERS or preprocess.channels not in (1, 3):
             return None
         if end_of_baseline(content) is None:
             return None
-        upload = _Upload(content, preprocess, asyncio.get_running_loop().create_future())
-        self._queue.add(client, request, upload)
+        waiting = _Waiting(content, preprocess, asyncio.get_running_loop().create_future())
+        self._queue.add(client, request, waiting)
         self._dispatch()
-        return await upload.result
+        return await waiting.result
 
     def _dispatch(self) -> None:
         while len(self._tasks) < THREADS and (batch := self._next()):
@@ -96,43 +97,51 @@ class GpuUploads:
         if not task.cancelled():
             self._dispatch()
 
-    def _next(self) -> list[_Upload]:
+    def _next(self) -> list[_Waiting]:
         """Take uploads for one model."""
-        batch: list[_Upload] = []
+        batch: list[_Waiting] = []
         while len(batch) < MOST and (taken := self._queue.take(lambda _: True)) is not None:
             if not taken[1].result.done():  # not cancelled
                 batch.append(taken[1])
         return batch
 
-    async def _run(self, batch: list[_Upload]) -> None:
-        made: list[Pixels | None] = [None] * len(batch)
+    async def _run(self, batch: list[_Waiting]) -> None:
+        made: list[Upload | None] = [None] * len(batch)
         try:
             made = await asyncio.get_running_loop().run_in_executor(self._pool, self._decoded, batch)
         except RuntimeError as error:  # of nvImageCodec or CUDA, such as too little memory: the processes decode them
             rate_limited_log.warn("decoding on the GPU failed", why=str(error).strip().partition("\n")[0])
         finally:
-            for upload, pixels in zip(batch, made, strict=True):
-                if not upload.result.done():
-                    upload.result.set_result(pixels)
+            for waiting, upload in zip(batch, made, strict=True):
+                if not waiting.result.done():
+                    waiting.result.set_result(upload)
 
-    def _decoded(self, batch: Sequence[_Upload]) -> list[Pixels | None]:
+    def _decoded(self, batch: Sequence[_Waiting]) -> list[Upload | None]:
         """Decode a batch, in a thread."""
-        made: list[Pixels | None] = [None] * len(batch)
-        for preprocess in dict.fromkeys(upload.preprocess for upload in batch):  # one for each model
-            numbers, images = list[int](), list[Encoded]()
-            for number, upload in enumerate(batch):
-                image = for_gpu(upload.content, preprocess) if upload.preprocess == preprocess else None
-                if image is not None:
-                    numbers.append(number)
-                    images.append(image)
-            if images:
+        made: list[Upload | None] = [None] * len(batch)
+        for preprocess in dict.fromkeys(waiting.preprocess for waiting in batch):  # one for each model
+            ready: dict[int, Opened] = {}
+            for number, waiting in enumerate(batch):
+                opened = for_gpu(waiting.content, preprocess) if waiting.preprocess == preprocess else None
+                if opened is not None:
+                    ready[number] = opened
+            if ready:
                 decode = partial(decode_together, preprocess=preprocess)
-                for number, pixels in zip(numbers, self._threads.run(decode, images), strict=True):
-                    made[number] = pixels
+                rows = self._threads.run(decode, [opened.image for opened in ready.values()])
+                for (number, opened), pixels in zip(ready.items(), rows, strict=True):
+                    made[number] = None if pixels is None else Upload(pixels, opened.size)
         return made
 
 
-def for_gpu(content: bytes, preprocess: Preprocess) -> Encoded | None:
+class Opened(NamedTuple):
+    """An upload that the GPU can decode."""
+
+    image: Encoded
+    size: tuple[int, int]
+    """Height and width of the original, as it is displayed."""
+
+
+def for_gpu(content: bytes, preprocess: Preprocess) -> Opened | None:
     """Return an upload as the GPU decodes it; None if a decoder process should."""
     try:
         image = open_image(content)
@@ -140,7 +149,8 @@ def for_gpu(content: bytes, preprocess: Preprocess) -> Encoded | None:
         return None
     if max(image.height, image.width) > MAX_ASPECT * min(image.height, image.width):
         return None
-    return encoded(image, evaluation_window(preprocess, image.height, image.width), preprocess.channels)
+    made = encoded(image, evaluation_window(preprocess, image.height, image.width), preprocess.channels)
+    return None if made is None else Opened(made, (image.height, image.width))
 
 
 def decode_together(decoder: GpuDecoder, images: Sequence[Encoded], *, preprocess: Preprocess) -> list[Pixels | None]:

@@ -33,7 +33,7 @@ from vitrail.serving.files import model_samples
 from vitrail.serving.lifecycle import Counters
 from vitrail.serving.operations import Embed, Operation, Predict, Result
 from vitrail.serving.settings import NamedSource, Settings
-from vitrail.tasks.lookup import compare_for, task_of_head
+from vitrail.tasks.lookup import compare_for, task_of_head, unsuited_head
 
 _log = logging.getLogger("vitrail.serving")
 WARM_BATCH = 8
@@ -56,7 +56,7 @@ class ServedModel:
         _copy_weights(model)
         self.task = task_of_head(self.bundle)
         self.engine: Engine | None = None
-        if model.config.classes and model.config.has_pool:
+        if self.task is not None and not unsuited_head(self.task, model.config):
             self.engine = self._open_engine(settings)
         # `auto` and int8 are validated on predictions, not on features, and other engines do not compute features.
         self.precision: Precision = (

@@ -17,6 +17,7 @@ from torch import Tensor
 from vitrail.acceleration.cuda.inference.model import FastModel
 from vitrail.acceleration.engine import Engine
 from vitrail.checkpoints.bundle import Bundle
+from vitrail.data.mask_images import mask_png
 from vitrail.data.sources.source import Pixels
 from vitrail.errors import ConfigError, Diverged, InputError
 from vitrail.explanations.attention import attention_rows
@@ -26,12 +27,29 @@ from vitrail.inference.features import FeatureRequest
 from vitrail.models.checks import read_layer
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, autocast
-from vitrail.tasks.task import Explained, Task
+from vitrail.tasks.lookup import unsuited_head
+from vitrail.tasks.segmentation import MaskPrediction, check_mask_classes
+from vitrail.tasks.task import Explained, Prediction, Task
 
 MAX_ATTENTION_BYTES = 64 * 2**20
 """Maximum bytes of attention weights in one response."""
 _NOT_FINITE = "the model's output is not finite; its weights are corrupt, or need float32"
-Result = dict[str, Any] | Diverged
+
+
+@dataclass(frozen=True)
+class MaskResult:
+    """A prediction with a mask, which still has to be made at the size of the upload."""
+
+    prediction: MaskPrediction
+    classes: int
+
+    def finished(self, size: tuple[int, int]) -> dict[str, Any]:
+        """Return the response for an image of (height, width)."""
+        png = mask_png(self.prediction.mask(*size), self.classes)
+        return {**self.prediction.response(), "mask": base64.b64encode(png).decode()}
+
+
+Result = dict[str, Any] | MaskResult | Diverged
 """The result for one image; an exception if the output is not finite."""
 
 
@@ -64,9 +82,15 @@ class Predict:
         config = model.bundle.model.config
         if not config.classes:
             raise InputError("this model has no head; use /v1/embed")
-        if not config.has_pool:
+        if model.task is not None and (unsuited := unsuited_head(model.task, config)):
+            if config.has_pool:
+                raise InputError(unsuited)
             each = "token" if config.pool == "none" else "patch"
             raise InputError(f"this model outputs logits per {each}, not per image; use /v1/explain")
+        if model.task is not None and model.task.is_dense:
+            check_mask_classes(config.classes)
+            if not model.bundle.preprocess.sees_whole:
+                raise InputError("this model crops or pads images, so its masks would not fit them")
 
     def run(self, model: Backend, images: Sequence[Pixels]) -> list[Result]:
         """Return the prediction for each image."""
@@ -74,7 +98,7 @@ class Predict:
             raise InputError("this model has no head")
         outputs = model.engine(_batch(images))
         predictions = model.task.predict(outputs, model.bundle.classes, self.top)
-        return _finite([prediction.response() for prediction in predictions], outputs)
+        return _finite([_response(prediction, outputs.shape[1]) for prediction in predictions], outputs)
 
 
 @dataclass(frozen=True)
@@ -164,6 +188,12 @@ def as_data_url(image: Image.Image) -> str:
     file = io.BytesIO()
     image.save(file, "PNG", compress_level=1)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def _response(prediction: Prediction, classes: int) -> Result:
+    if isinstance(prediction, MaskPrediction):
+        return MaskResult(prediction, classes)
+    return prediction.response()
 
 
 def _batch(images: Sequence[Pixels]) -> Tensor:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitrail.acceleration.agreement import Agreement
-from vitrail.data.sources.masks import IGNORED_PIXEL, match_masks
+from vitrail.data.sources.masks import IGNORED_PIXEL, MOST_CLASSES, match_masks
 from vitrail.data.sources.source import Source
 from vitrail.data.sources.targets import AUTOMATIC, Kind, Labelling
 from vitrail.errors import CheckpointError, ConfigError, InputError
@@ -55,12 +55,38 @@ from vitrail.text import percent, printable, rounded
 MAX_BALANCE = 100.0
 """The most that class_weights=balanced lets a pixel count."""
 FINER = 4
-"""The shares of a prediction are counted on a grid that is finer than that of the patches by this factor."""
+"""The fractions of a prediction are counted on a grid that is finer than that of the patches by this factor."""
+ROUNDING = 1e-3
+"""By how much upsampling may round a logit."""
 
 
 def upsampled(outputs: Tensor, size: tuple[int, int]) -> Tensor:
     """Return logits (B, K, H, W) for pixels, from those of patches (B, K, h, w)."""
     return F.interpolate(outputs, size, mode="bilinear", align_corners=False)
+
+
+def largest_class(logits: Tensor, size: tuple[int, int]) -> Tensor:
+    """Return the class (H, W) of every pixel, from logits of patches (K, h, w); at most 255 classes.
+
+    Classes are upsampled one by one, because all of them for a photograph would take gigabytes. Those that are the
+    largest nowhere are left out.
+    """
+    best, found = torch.full(size, -math.inf), torch.zeros(size, dtype=torch.uint8)
+    for index in candidates(logits).tolist():
+        values = upsampled(logits[None, index : index + 1], size)[0, 0]
+        found.masked_fill_(values > best, index)
+        torch.maximum(best, values, out=best)
+    return found
+
+
+def candidates(logits: Tensor) -> Tensor:
+    """Return the classes that can be the largest somewhere between patches: a weighted mean of four is in their range.
+
+    Between four patches, a class is left out if its largest logit is below the smallest of another one.
+    """
+    padded = F.pad(logits[None], (1, 1, 1, 1), mode="replicate")[0]
+    high, low = F.max_pool2d(padded, 2, 1), -F.max_pool2d(-padded, 2, 1)
+    return (high >= low.max(dim=0).values - ROUNDING).flatten(1).any(dim=1).nonzero()[:, 0]
 
 
 # ── predictions ──
@@ -72,71 +98,85 @@ class MaskPrediction(Prediction):
 
     classes: tuple[str, ...] = ()
     """The classes in the mask, the largest first; indices as text if the bundle has no names."""
-    shares: tuple[float, ...] = ()
+    fractions: tuple[float, ...] = ()
     """The fraction of the image that each of them covers."""
     indices: tuple[int, ...] = ()
     logits: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
     """(K, h, w), per patch; None if the image could not be read."""
+    file: str | None = None
+    """The index PNG with the mask, if `vitrail.predict` wrote one."""
 
     def __repr__(self) -> str:
         if self.error is not None:
             return f"MaskPrediction(error: {self.error})"
-        pairs = zip(self.classes, self.shares, strict=True)
-        return f"MaskPrediction({', '.join(f'{name} {percent(share)}%' for name, share in pairs)})"
+        pairs = zip(self.classes, self.fractions, strict=True)
+        return f"MaskPrediction({', '.join(f'{name} {percent(fraction)}%' for name, fraction in pairs)})"
 
     def mask(self, height: int, width: int) -> NDArray[np.uint8]:
         """Return the class of every pixel (height, width), for an image of that size; indices of the model's outputs.
 
-        The model sees the whole image, so give the size of the original.
+        The model sees the whole image, so give the size of the original as it is displayed. Of an array `pixels` that
+        is `prediction.mask(*pixels.shape[:2])`; of a Pillow image, whose size is (width, height),
+        `prediction.mask(image.height, image.width)`.
         """
         if self.logits is None:
             raise InputError(f"there is no mask: {self.error or 'the prediction has no logits'}")
         if height < 1 or width < 1:
             raise InputError(f"a mask of {height}×{width} pixels cannot be made; give the size of the image")
-        outputs = upsampled(torch.from_numpy(self.logits)[None], (height, width))
-        return outputs[0].argmax(dim=0).to(torch.uint8).numpy()
+        check_mask_classes(len(self.logits))
+        return largest_class(torch.from_numpy(self.logits), (height, width)).numpy()
 
     def fields(self) -> dict[str, Any]:
-        """Return the classes in the mask with their shares."""
-        return {"classes": self.classes, "shares": self.shares}
+        """Return the classes in the mask with their fractions, and its file."""
+        return {"classes": self.classes, "fractions": self.fractions, "mask": self.file}
 
     def response(self) -> dict[str, Any]:
-        """Return a list of the classes in the mask, each with name, index and share."""
-        rows = zip(self.classes, self.indices, self.shares, strict=True)
-        return {"classes": [{"name": name, "index": index, "share": share} for name, index, share in rows]}
+        """Return a list of the classes in the mask, each with name, index and fraction; the service adds the mask."""
+        rows = zip(self.classes, self.indices, self.fractions, strict=True)
+        return {"classes": [{"name": name, "index": index, "fraction": fraction} for name, index, fraction in rows]}
 
 
 class MaskRows(RowFormat):
-    """Rows with the classes in a mask and their shares."""
+    """Rows with the classes in a mask, their fractions, and the file of the mask if one was written."""
 
-    types: ClassVar[Mapping[str, FieldType]] = {"classes": "strings", "shares": "floats"}
+    types: ClassVar[Mapping[str, FieldType]] = {"classes": "strings", "fractions": "floats", "mask": "string"}
     schema: ClassVar[Mapping[str, Any]] = {
         "classes": {
             "type": "array",
             "items": {
                 "type": "object",
-                "properties": {"name": {"type": "string"}, "index": {"type": "integer"}, "share": {"type": "number"}},
-                "required": ["name", "index", "share"],
+                "properties": {
+                    "name": {"type": "string"},
+                    "index": {"type": "integer"},
+                    "fraction": {"type": "number"},
+                },
+                "required": ["name", "index", "fraction"],
             },
         },
+        "mask": {
+            "type": "string",
+            "contentMediaType": "image/png",
+            "contentEncoding": "base64",
+            "description": "The class index of every pixel, as a PNG of the size of the image as it is displayed.",
+        },
     }
-    title: ClassVar[tuple[str, str, str]] = ("largest class", "share", "other classes")
+    title: ClassVar[tuple[str, str, str]] = ("largest class", "fraction", "other classes")
 
     def csv_header(self, top: int) -> list[str]:
-        """Return two columns for each of the largest classes."""
-        return [column for place in range(1, top + 1) for column in (f"class_{place}", f"share_{place}")]
+        """Return two columns for each of the largest classes, and one for the file of the mask."""
+        return [*(column for place in range(1, top + 1) for column in (f"class_{place}", f"fraction_{place}")), "mask"]
 
     def csv_cells(self, fields: Mapping[str, Any], top: int) -> list[Any]:
-        """Return class and share in turns."""
-        cells = [cell for pair in zip(fields["classes"], fields["shares"], strict=True) for cell in pair]
-        return [*cells, *[""] * (2 * top - len(cells))]
+        """Return class and fraction in turns, and the file."""
+        cells = [cell for pair in zip(fields["classes"], fields["fractions"], strict=True) for cell in pair]
+        return [*cells, *[""] * (2 * top - len(cells)), fields["mask"]]
 
     def table_cells(self, fields: Mapping[str, Any]) -> tuple[str, str, str]:
-        """Return the largest class, its share, and the others."""
+        """Return the largest class, its fraction, and the others."""
         names = [printable(name, line=True) for name in fields["classes"]]
-        shares = [f"{percent(share)}%" for share in fields["shares"]]
-        others = ", ".join(f"{name} {share}" for name, share in zip(names[1:], shares[1:], strict=True))
-        return names[0], shares[0], others
+        fractions = [f"{percent(fraction)}%" for fraction in fields["fractions"]]
+        others = ", ".join(f"{name} {fraction}" for name, fraction in zip(names[1:], fractions[1:], strict=True))
+        return names[0], fractions[0], others
 
 
 # ── the task ──
@@ -308,13 +348,15 @@ class Segmentation(Task):
         made = []
         for logits in outputs.float():
             found = upsampled(logits[None], grid).argmax(dim=1).flatten()
-            shares = torch.bincount(found, minlength=len(known)).double() / len(found)
-            values, order = shares.sort(descending=True, stable=True)
-            first = [index for index, share in zip(order.tolist(), values.tolist(), strict=True) if share > 0][:top]
+            fractions = torch.bincount(found, minlength=len(known)).double() / len(found)
+            values, order = fractions.sort(descending=True, stable=True)
+            first = [index for index, fraction in zip(order.tolist(), values.tolist(), strict=True) if fraction > 0][
+                :top
+            ]
             made.append(
                 MaskPrediction(
                     tuple(known[index] for index in first),
-                    tuple(rounded(float(shares[index])) for index in first),
+                    tuple(rounded(float(fractions[index])) for index in first),
                     tuple(first),
                     np.ascontiguousarray(logits.numpy(), np.float32),
                 )
@@ -342,6 +384,15 @@ class Segmentation(Task):
             "predicted_pixels": pixels(counts[:, 1]),
             "correct_pixels": pixels(counts[:, 0]),
         }
+
+
+def check_mask_classes(classes: int) -> None:
+    """Raise if a mask cannot hold that many classes."""
+    if classes > MOST_CLASSES:
+        raise InputError(
+            f"a mask has 8 bits per pixel and at most {MOST_CLASSES} classes, but the model has {classes:,}; leave out "
+            "the masks"
+        )
 
 
 def pixel_weights(labels: NDArray[Any], classes: Sequence[str], objective: Objective) -> Tensor | None:

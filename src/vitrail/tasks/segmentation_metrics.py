@@ -58,7 +58,7 @@ class ClassScore(NamedTuple):
     name: str
     images: int
     """How many images have pixels of it."""
-    share: float
+    fraction: float
     """The fraction of the labelled pixels that are of this class."""
     iou: float | None
     dice: float | None
@@ -116,7 +116,7 @@ class SegmentationMetrics(Metrics):
     @property
     def largest_class(self) -> float:
         """The mean IoU if every pixel were predicted as the most frequent class."""
-        present = [row.share for row in self.per_class if row.images]
+        present = [row.fraction for row in self.per_class if row.images]
         return max(present) / len(present) if present else 0.0
 
     @property
@@ -171,7 +171,7 @@ class SegmentationMetrics(Metrics):
         """A row per class, the weakest first; the images with the lowest mean IoU."""
         rows = self.weakest_first
         without = len(self.per_class) - len(rows)
-        header = ("class", "images", "share of pixels", "IoU", "Dice", "precision", "recall")
+        header = ("class", "images", "fraction of pixels", "IoU", "Dice", "precision", "recall")
         classes = ResultTable(
             "Classes, the weakest first",
             header,
@@ -179,7 +179,7 @@ class SegmentationMetrics(Metrics):
                 (
                     row.name,
                     f"{row.images:,}",
-                    *(as_percent(value) for value in (row.share, row.iou, row.dice, row.precision, row.recall)),
+                    *(as_percent(value) for value in (row.fraction, row.iou, row.dice, row.precision, row.recall)),
                 )
                 for row in rows
             ],

@@ -274,7 +274,7 @@ def _preprocess(recipe: Recipe, model: ViTConfig, pretrained: Bundle | None, *, 
     if whole:
         own = own.replace(resize="squash", resize_to=None)
     chosen = own.replace(**recipe.preprocess)
-    if whole and (chosen.resize != "squash" or chosen.resize_to not in (None, chosen.size)):
+    if whole and not chosen.sees_whole:
         raise ConfigError(
             f"preprocess.resize is {chosen.resize} and preprocess.resize_to is {chosen.resize_to}, but every pixel of "
             "an image needs a class; leave them out, so that the whole image is resized"

@@ -132,7 +132,7 @@ def test_classes_of_pixels_are_counted(tmp_path: Path, capsys: pytest.CaptureFix
             masks.append(np.array(stored))
     counts = np.bincount(np.concatenate([mask.ravel() for mask in masks]), minlength=5)
     assert [one["name"] for one in found["pixels"]] == ["background", "disc", "square", "cross", "dot"]
-    assert np.allclose([one["share"] for one in found["pixels"]], counts / counts.sum())
+    assert np.allclose([one["fraction"] for one in found["pixels"]], counts / counts.sum())
     assert found["pixels"][2]["images"] == sum((mask == 2).any() for mask in masks)
     assert sum(report.counts[split]["square"] for split in report.counts) == found["pixels"][2]["images"]
     lines = printed(report, capsys).splitlines()

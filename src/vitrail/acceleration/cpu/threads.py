@@ -59,7 +59,8 @@ class CpuThreads:
     def _pool(self) -> ThreadPoolExecutor:
         if self.pool is None:
             threads = torch.get_num_threads()
-            self.pool = _start_pool(min(threads, MAX_THREADS), threads)
+            count = min(threads, MAX_THREADS)
+            self.pool = start_pool(count, threads // count)
         return self.pool
 
 
@@ -74,18 +75,19 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _start_pool(cpu_threads: int, threads: int) -> ThreadPoolExecutor:
-    """Start the threads and divide the cores between them."""
-    barrier = Barrier(cpu_threads + 1)
+def start_pool(count: int, each: int, name: str = "compute") -> ThreadPoolExecutor:
+    """Start threads whose operations run in `each` threads, whatever the calling thread uses."""
+    threads = torch.get_num_threads()
+    barrier = Barrier(count + 1)
 
     def set_threads() -> None:
         # The first call in a thread initialises it from the last global value, so it has to come before setting.
         torch.get_num_threads()
-        torch.set_num_threads(threads // cpu_threads)
+        torch.set_num_threads(each)
         barrier.wait()
 
-    pool = ThreadPoolExecutor(cpu_threads, thread_name_prefix="compute")
-    for _ in range(cpu_threads):
+    pool = ThreadPoolExecutor(count, thread_name_prefix=name)
+    for _ in range(count):
         pool.submit(set_threads)
     barrier.wait()
     # New threads inherit the value set last, in any thread, so restore it.

@@ -210,12 +210,12 @@ def label_findings(counts: dict[str, dict[str, int]], one: str = "label", more: 
 
 def rare_pixels_finding(facts: TargetFacts) -> list[Finding]:
     """Report classes with very few pixels; those without any are missing."""
-    rare = [one for one in facts.pixels if 0 < one.share < RARE_SHARE]
+    rare = [one for one in facts.pixels if 0 < one.fraction < RARE_SHARE]
     if not rare:
         return []
     classes = plural(len(rare), "class", "classes")
     text = f"{classes} {'has' if len(rare) == 1 else 'have'} less than {100 * RARE_SHARE:g}% of the labelled pixels"
-    details = tuple(f"{one.name}: {100 * one.share:.2g}%, in {plural(one.images, 'image')}" for one in rare)
+    details = tuple(f"{one.name}: {100 * one.fraction:.2g}%, in {plural(one.images, 'image')}" for one in rare)
     advice = "add images with more of them; check the IoU of each class, since pixel accuracy hardly counts them"
     return [Finding("unbalanced", len(rare), f"{classes} rare", text, advice, details)]
 

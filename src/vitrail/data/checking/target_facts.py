@@ -57,7 +57,7 @@ class PixelFacts:
     name: str
     images: int
     """Number of images with it."""
-    share: float
+    fraction: float
     """Its fraction of the labelled pixels of all images."""
 
 

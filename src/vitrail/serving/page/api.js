@@ -38,15 +38,16 @@ export async function getImage(url) {
 }
 
 /**
- * Return what the model says of an image: its top classes or labels, or its numbers. Each has a name, an index, and a
- * probability or a value; of a label also whether it is predicted.
+ * Return what the model says of an image: its top classes or labels, or its numbers, and of a segmentation model the
+ * mask as a PNG in base64. Each class has a name, an index, and a probability, a fraction of the image or a value; of a
+ * label also whether it is predicted.
  */
 export async function predict(image, model, top, signal) {
   const response = await fetchJson(`v1/predict?${new URLSearchParams({ model, top })}`, post(image, signal));
-  const { classes, labels, top_labels: topLabels, values } = onlyResult(response);
-  if (topLabels) return topLabels.map((label) => ({ ...label, predicted: labels.includes(label.name) }));
-  if (values) return values.map((column, index) => ({ ...column, index }));
-  return classes ?? [];
+  const { classes, labels, top_labels: topLabels, values, mask } = onlyResult(response);
+  if (topLabels) return { classes: topLabels.map((label) => ({ ...label, predicted: labels.includes(label.name) })) };
+  if (values) return { classes: values.map((column, index) => ({ ...column, index })) };
+  return { classes: classes ?? [], mask };
 }
 
 /** Return the `/v1/explain` result of an image; null options are omitted. */

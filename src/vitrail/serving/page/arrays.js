@@ -17,7 +17,8 @@ function halfTable() {
   return halves;
 }
 
-function bytesOf(base64) {
+/** Decode base64. */
+export function bytesOf(base64) {
   const text = atob(base64);
   const bytes = new Uint8Array(text.length);
   for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);

@@ -29,9 +29,13 @@ export function percent(fraction) {
 /** Format a number with four significant digits: 37.52. */
 export const formatNumber = (value) => String(Number(value.toPrecision(4)));
 
-/** Format what a model says of one output: the probability of a class or a label, or a number. */
-export function amount({ probability, value }) {
-  return probability === undefined ? formatNumber(value) : percent(probability);
+/** Return the fraction that a model gives one output: a probability, or how much of the image it covers; or undefined. */
+export const fractionOf = ({ probability, fraction }) => probability ?? fraction;
+
+/** Format what a model says of one output: a fraction, or a number. */
+export function amount(prediction) {
+  const part = fractionOf(prediction);
+  return part === undefined ? formatNumber(prediction.value) : percent(part);
 }
 
 export const formatCount = (number) => number.toLocaleString("en");

@@ -166,7 +166,7 @@ async function showImage(next) {
   }
   settlePending();
   const best = panels[0].classes?.[0];
-  byId("live").textContent = best ? `${panels[0].model.name} predicts ${best.name}, ${amount(best)}.` : "";
+  byId("live").textContent = best ? `${panels[0].model.name} ${best.fraction === undefined ? "predicts" : "finds most of"} ${best.name}, ${amount(best)}.` : "";
   await Promise.all(others);
   setTimeout(showShared); // draw the stages after the image is usable
 }

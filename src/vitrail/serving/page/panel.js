@@ -7,6 +7,7 @@ import { markBar, showBars } from "./bars.js";
 import { paintHeat } from "./colours.js";
 import { abbreviated, formatCount, formatNumber, make, percent, setMessage } from "./elements.js";
 import { Heads } from "./heads.js";
+import { drawMask, readMask } from "./mask.js";
 import { ResponseCache } from "./memory.js";
 import { defaultQuery, tokenLabel, isPatch, resolveQuery, patchOf, tokenIndices, specialTokens, tokenAt } from "./tokens.js";
 
@@ -47,6 +48,7 @@ export class Panel {
     this.model = model;
     this.classes = null;
     this.preprocessed = null;
+    this.mask = null;
     this.cache = new ResponseCache();
     this.parts.models.value = model.name;
     this.parts.layer.max = Math.max(0, model.depth - 1);
@@ -69,15 +71,17 @@ export class Panel {
     this.pending = image;
     return this.#busy(async (signal) => {
       const [options, cache] = [this.#requestOptions(), new ResponseCache()];
-      const [classes, explanation] = await Promise.all([
+      const [{ classes, mask: png }, explanation] = await Promise.all([
         this.#predict(image, signal),
         this.#explain(image, signal, options, cache),
       ]);
       const preprocessed = new Image();
       preprocessed.src = explanation.source;
       await preprocessed.decode();
+      const mask = png ? await readMask(png, image.blob, preprocessed) : null;
       signal.throwIfAborted();
-      Object.assign(this, { image, classes, cache, preprocessed });
+      if (mask) for (const each of classes) each.colour = mask.colours[each.index];
+      Object.assign(this, { image, classes, cache, preprocessed, mask });
       this.view.setImage(preprocessed, this.model.grid);
       this.#showPlain();
       this.#take(explanation);
@@ -109,6 +113,7 @@ export class Panel {
   setStyle(opacity, lines) {
     this.view.setStyle(opacity, lines);
     this.view.draw();
+    this.#showMask();
   }
 
   /** Show another token while the pointer is over it; null resets. */
@@ -117,9 +122,15 @@ export class Panel {
     this.draw();
   }
 
-  /** Whether the model predicts something about whole images. */
+  /** Whether the model predicts something about whole images, or a mask. */
   get predicts() {
-    return this.model.task !== null && !["none", "patches"].includes(this.model.pool);
+    const { task, pool } = this.model;
+    return task === "segmentation" ? pool === "patches" : task !== null && !["none", "patches"].includes(pool);
+  }
+
+  /** Whether a class can be explained. */
+  get explainsClasses() {
+    return TARGETED.some((method) => this.model.methods[method]);
   }
 
   /** The query token. */
@@ -146,7 +157,7 @@ export class Panel {
   }
 
   async #predict(image, signal) {
-    if (!this.predicts) return [];
+    if (!this.predicts) return { classes: [] };
     return predict(image.blob, this.model.name, TOP, signal);
   }
 
@@ -310,13 +321,26 @@ export class Panel {
 
   #showPredictions() {
     const { parts, classes, model } = this;
-    showBars(parts.bars, classes, this.target, (index) => this.app.change(this, { target: index }));
+    const pick = (index) => this.app.change(this, { target: index });
+    showBars(parts.bars, classes, this.target, this.explainsClasses ? pick : null);
+    this.#showMask();
     const count = model.class_count ?? model.classes?.length ?? 0;
     const noun = model.task === "multilabel" ? "labels; ✓: predicted" : "classes";
     if (!classes.length) parts["predictions-note"].textContent = "This model does not classify whole images.";
+    else if (this.mask) parts["predictions-note"].textContent = `Fractions of the image${count > TOP ? `; the ${TOP} largest classes` : ""}`;
     else if (classes[0].probability === undefined) parts["predictions-note"].textContent = "";
     else if (count > TOP) parts["predictions-note"].textContent = `Top ${TOP} of ${formatCount(count)} ${noun}`;
     else parts["predictions-note"].textContent = model.task === "multilabel" ? "✓: predicted" : "";
+  }
+
+  /** Draw the mask of a segmentation model; its legend is the list of classes. */
+  #showMask() {
+    const canvas = this.parts["mask"];
+    canvas.hidden = !this.mask;
+    if (!this.mask) return;
+    drawMask(canvas, this.mask, this.view.opacity);
+    const listed = this.classes.map(({ name, fraction }) => `${name} ${percent(fraction)}`).join(", ");
+    canvas.setAttribute("aria-label", `The image in the colours of its mask: ${listed}`);
   }
 
   #tokenButton(name) {

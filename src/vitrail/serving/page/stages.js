@@ -1,7 +1,7 @@
 // The stages of the forward pass, each with a small drawing.
 
 import { heatColour, paintHeat, range } from "./colours.js";
-import { formatNumber, make } from "./elements.js";
+import { formatNumber, fractionOf, make } from "./elements.js";
 
 const [WIDE, TALL] = [168, 112];
 const GOLD = "#d9a400";
@@ -193,15 +193,17 @@ function drawPrediction(context, model, { classes }) {
   if (!classes?.length) return;
   const style = getComputedStyle(context.canvas);
   context.font = "11px system-ui, sans-serif";
-  classes.slice(0, 4).forEach(({ name, probability, value }, i) => {
+  classes.slice(0, 4).forEach((prediction, i) => {
+    const { name, value, colour } = prediction;
+    const part = fractionOf(prediction);
     const y = 8 + i * 26;
-    const text = probability === undefined ? `${name} ${formatNumber(value)}` : name;
+    const text = part === undefined ? `${name} ${formatNumber(value)}` : name;
     context.fillStyle = style.color;
     context.fillText(text.length > 24 ? `${text.slice(0, 23)}…` : text, 0, y + 5);
-    if (probability === undefined) return;
+    if (part === undefined) return;
     context.fillStyle = style.borderColor;
     context.fillRect(0, y + 9, WIDE, 5);
-    context.fillStyle = style.accentColor === "auto" ? GOLD : style.accentColor;
-    context.fillRect(0, y + 9, Math.max(2, WIDE * probability), 5);
+    context.fillStyle = colour ?? (style.accentColor === "auto" ? GOLD : style.accentColor);
+    context.fillRect(0, y + 9, Math.max(2, WIDE * part), 5);
   });
 }
