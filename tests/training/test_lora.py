@@ -37,9 +37,7 @@ from vitrail.training.sweep import sweep
 from vitrail.training.train import Run, train
 
 TINY: dict[str, Any] = {"image_size": 8, "patch_size": 4, "width": 24, "depth": 2, "heads": 2, "classes": 2}
-CHANGES = [
-    "lora.rank=2", "steps=12", "batch=32", "evaluations=3", "model.mlp_dropout=0.1", "precision=float32",
-]  # fmt: skip
+CHANGES = ["lora.rank=2", "steps=12", "batch=32", "evaluations=3", "model.mlp_dropout=0.1", "precision=float32"]
 ADAPTED = {f"blocks.{block}.attn.qkv.weight" for block in range(2)}
 HEAD = {"head.weight", "head.bias"}
 ADAMW = {"kind": "adamw"}
