@@ -51,7 +51,7 @@ from vitrail.text import printable, printable_path
 from vitrail.training.candidate_results import CandidateSweep
 from vitrail.training.cluster import ClusterPlan
 from vitrail.training.recipe import Recipe
-from vitrail.training.recipe_files import default_recipe, recipe_for, unknown_setting
+from vitrail.training.recipe_files import ANY_METHOD, default_recipe, recipe_for, unknown_setting
 from vitrail.training.sweep import Sweep, sweep
 from vitrail.training.train import Run, plan
 from vitrail.training.train import train as train_run
@@ -140,9 +140,7 @@ def train(
     """
     for argument in unknown:
         raise unknown_setting(train, argument, unknown[argument])
-    if not isinstance(data, str | bytes | os.PathLike):  # of several ranks, one reports what is wrong with a recipe
-        asked = recipe_for(None, recipe or default_recipe(pretrained, None), changes)
-        data = given_data(data, labelling=asked.labelling)
+    data = _given(data, None, recipe or default_recipe(pretrained, None), changes)
     run = train_run(
         data, recipe=recipe, changes=changes, pretrained=pretrained, overrides=overrides, keys=keys, teacher=teacher,
         folder=folder, device=device, workers=workers, quiet=quiet, evaluate_on=evaluate_on,
@@ -150,6 +148,13 @@ def train(
     if evaluate_on != "test" or os.environ.get("RANK", "0") != "0":  # only rank 0 writes the report
         return run
     return _with_report(run, data, quiet=quiet)
+
+
+def _given(data: Data, method: str | None, recipe: str | Path | Recipe, changes: Sequence[str]) -> Data:
+    """Open images in Python, labelled as the recipe says."""
+    if isinstance(data, str | bytes | os.PathLike):  # of several ranks, one reports what is wrong with a recipe
+        return data
+    return given_data(data, labelling=recipe_for(method, recipe, changes).labelling)
 
 
 def _with_report(run: Run, data: Data, *, quiet: bool) -> Run:
@@ -163,7 +168,7 @@ def _with_report(run: Run, data: Data, *, quiet: bool) -> Run:
 def pretrain(
     images: Data,
     *,
-    method: str = "mae",
+    method: str | None = None,
     teacher: str | Path | Bundle | None = None,
     recipe: str | Path | Recipe | None = None,
     changes: Sequence[str] = (),
@@ -176,13 +181,15 @@ def pretrain(
     """Pretrain a model on images without labels; the result is a bundle without a head, to fine-tune with `train`.
 
     `method` is "mae", a masked autoencoder, "masked-patches", the ViT paper's own, "dino", self-distillation, or
-    "distill", which learns the features of a `teacher`. `recipe` replaces the recipe of that name by a TOML file or a
-    `Recipe`; `changes` change its settings. Labels are ignored, except that with them the kNN accuracy of the features
-    is reported. The same call resumes an interrupted run. A report is written at the end.
+    "distill", which learns the features of a `teacher`. The default is the method of the `recipe`, or "mae".
+    `recipe` replaces the recipe of that name by a TOML file or a `Recipe`; `changes` change its settings. Labels are
+    ignored, except that with them the kNN accuracy of the features is reported. The same call resumes an interrupted
+    run. A report is written at the end.
     """
     for argument in unknown:
         raise unknown_setting(pretrain, argument, unknown[argument])
-    data = given_data(images)
+    method = method or ANY_METHOD
+    data = _given(images, method, recipe or default_recipe(None, method), changes)
     run = train_run(
         data, method=method, recipe=recipe, changes=changes, teacher=teacher, folder=folder, device=device,
         workers=workers, quiet=quiet,

@@ -15,9 +15,15 @@ METHODS = ("mae", "masked-patches", "dino", "distill")
 
 def pretrain(
     images: Annotated[
-        str, typer.Argument(help="The images: a folder (with or without subfolders), tar shards or Parquet files.")
+        str,
+        typer.Argument(
+            help="The images: a folder (with or without subfolders), a manifest, tar shards or Parquet files."
+        ),
     ],
-    method: Annotated[str, typer.Option(help=f"Method: {', '.join(METHODS)}.")] = METHODS[0],
+    method: Annotated[
+        str | None,
+        typer.Option(help=f"Method: {', '.join(METHODS)}; by default that of --recipe, or {METHODS[0]}."),
+    ] = None,
     teacher: Annotated[
         str | None,
         typer.Option(

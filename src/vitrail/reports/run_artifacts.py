@@ -161,21 +161,20 @@ def _held_out(run: Record, data: Data | None) -> Source:
         raise DataError("it was in memory; write the report with vitrail.report(run, data=...)")
     place: Data = run.data if data is None else data
     if run.method is not None:
-        return _pretraining_images(place, run.split)
-    splits = open_data(place, record=run.split, labelling=_labelling(run))
+        return _pretraining_images(place, run.split, Labelling(columns=_label_columns(run)))
+    splits = open_data(place, record=run.split, labelling=Labelling(run.task.kind, _label_columns(run)))
     source: Source = splits.test or splits.val or splits.train
     return source
 
 
-def _labelling(run: Record) -> Labelling:
-    """Return how the run read the labels."""
-    columns = run.recipe.get("data", {}).get("labels", ())
-    return Labelling(run.task.kind, tuple(map(str, columns)))
+def _label_columns(run: Record) -> tuple[str, ...]:
+    """Return the columns that the recipe names for the labels."""
+    return tuple(map(str, run.recipe.get("data", {}).get("labels", ())))
 
 
-def _pretraining_images(data: Data, record: dict[str, Any]) -> Source:
+def _pretraining_images(data: Data, record: dict[str, Any], labelling: Labelling) -> Source:
     """Return the images that a pretraining run validated on; raise if the data has changed."""
-    splits = open_unlabelled(data, seed=record["seed"], val=record["fractions"]["val"])
+    splits = open_unlabelled(data, seed=record["seed"], val=record["fractions"]["val"], labelling=labelling)
     if json.loads(json.dumps(splits.record)) != record:
         raise DataError("images were added, removed or renamed since the run")
     return splits.val or splits.train

@@ -77,7 +77,7 @@ def open_splits(data: Data, recipe: Recipe) -> Splits:
     """Open the data of a run; whatever depends on the training images sees only those that the recipe keeps."""
     kept = recipe.data
     if recipe.method is not None:
-        return open_unlabelled(data, seed=recipe.seed, val=kept.val)
+        return open_unlabelled(data, seed=recipe.seed, val=kept.val, labelling=recipe.labelling)
     splits = open_data(
         data, seed=recipe.seed, val=kept.val, test=kept.test, fraction=kept.fraction, per_class=kept.per_class,
         labelling=recipe.labelling,

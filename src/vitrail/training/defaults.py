@@ -33,6 +33,7 @@ from vitrail.training.plan import (
 from vitrail.training.pretraining.defaults import resolve_pretraining
 from vitrail.training.recipe import Recipe
 from vitrail.training.recipe_files import drop
+from vitrail.training.small_models import heads_for, image_size_for, patch_of, width_of
 from vitrail.training.teacher import Teacher, TeacherSettings, check_channels, class_columns
 
 FEW_PHOTOS = 2_000
@@ -197,12 +198,12 @@ def _small_model(
     """
     tiny, small, on_cpu = facts.side <= TINY_SIDE, facts.side <= SMALL_SIDE, facts.device == "cpu"
     usual = 2 if tiny else 4 if small else 8
-    patch = _pair(fields.get("patch_size"), usual // 2 if dense else usual)
+    patch = patch_of(fields, usual // 2 if dense else usual)
     largest = 64 if on_cpu else 96
-    size = tuple(max(side, min(facts.side, largest) // side * side) for side in patch)
+    size = image_size_for(patch, facts.side, largest)
     few = _few_photos(facts)
     width, depth = (64, 4) if tiny else (96, 2 if few else 4) if on_cpu else (256, 8)
-    width = fields["width"] if isinstance(fields.get("width"), int) else width
+    width = width_of(fields, width)
     stem = () if "stem" in fields else _early_convolutions(patch, width, small, again=1 if on_cpu else 2)
     model: dict[str, Any] = {
         "image_size": size,
@@ -210,7 +211,7 @@ def _small_model(
         **({"stem": "conv_stem", "conv_stem": stem} if stem else {}),
         "width": width,
         "depth": depth,
-        "heads": next(heads for heads in range(max(1, width // 32), 0, -1) if width % heads == 0),
+        "heads": heads_for(width, 32),
         "activation": "relu" if on_cpu else "gelu",
         "channels": 1 if facts.grey else 3,
         "pool": "mean",
@@ -239,13 +240,6 @@ def _small_model(
 
 def _few_photos(facts: DataFacts) -> bool:
     return facts.side > SMALL_SIDE and facts.images < FEW_PHOTOS
-
-
-def _pair(size: Any, default: int) -> tuple[int, int]:
-    """Return a size as (height, width); invalid values are left to the config's validation."""
-    sides = (size, size) if isinstance(size, int) else size
-    fits = isinstance(sides, (list, tuple)) and len(sides) == 2 and all(isinstance(s, int) and s > 0 for s in sides)
-    return (sides[0], sides[1]) if fits else (default, default)
 
 
 def _early_convolutions(patch: tuple[int, int], width: int, small: bool, again: int) -> tuple[ConvLayer, ...]:

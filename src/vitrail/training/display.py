@@ -168,8 +168,10 @@ def defaults_lines(defaults: Sequence[ResolvedDefault]) -> list[str]:
 
 
 def format_value(value: Any) -> str:
-    """Format a value: (8, 8) is 8×8."""
-    return "×".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    """Format a value: (8, 8) is 8×8, the range (0.7, 1.0) is 0.7 to 1.0."""
+    if not isinstance(value, tuple):
+        return str(value)
+    return (" to " if any(isinstance(one, float) for one in value) else "×").join(map(str, value))
 
 
 # ── throughput and memory ──

@@ -16,6 +16,8 @@ from vitrail.tasks.lookup import CLASSIFICATION, task_named
 from vitrail.tasks.task import CLASS_SETTINGS
 from vitrail.training.recipe import METHODS, Recipe
 
+ANY_METHOD = "auto"
+"""Pretrain by the method of the recipe; without a recipe, by the first of the methods."""
 ALIASES = {
     "batch_size": "batch",
     "num_epochs": "epochs",
@@ -141,10 +143,13 @@ def option_names() -> list[str]:
 
 
 def recipe_for(method: str | None, recipe: str | Path | Recipe, changes: Sequence[str]) -> Recipe:
-    """Return a recipe with these changes; raise unless it pretrains (or, without a method, learns from labels)."""
+    """Return a recipe with these changes; raise unless it pretrains by this method, or any if the method is "auto".
+
+    Without a method, it has to learn from labels.
+    """
     names = [name.replace("_", "-") for name in METHODS]
-    if method is not None and method not in names:
-        raise ConfigError(f"method is {method!r}; choose {' or '.join(names)}{suggest(method, names)}")
+    if method not in (None, ANY_METHOD, *names):
+        raise ConfigError(f"method is {method!r}; choose {' or '.join(names)}{suggest(str(method), names)}")
     if isinstance(recipe, Recipe):
         if changes:
             raise ConfigError("changes apply to a recipe's name or file; change a Recipe with replace()")
@@ -154,17 +159,19 @@ def recipe_for(method: str | None, recipe: str | Path | Recipe, changes: Sequenc
     if method is None and chosen.method is not None:
         raise ConfigError(f"the recipe pretrains without labels ({chosen.method}); use vitrail pretrain")
     if method is not None and chosen.method is None:
-        table = method.replace("-", "_")
+        table = METHODS[0] if method == ANY_METHOD else method.replace("-", "_")
         raise ConfigError(f"the recipe learns from labels; use vitrail train, or add a table such as [{table}] to it")
     own = (chosen.method or "").replace("_", "-")
-    if method not in (None, own, names[0]):  # the first is the default, so it says nothing
+    if method not in (None, ANY_METHOD, own):
         raise ConfigError(f"the method is {method}, but the recipe's is {own}; leave out one of them")
     return chosen
 
 
 def default_recipe(pretrained: object, method: str | None = None) -> str:
     """Return the name of the default recipe."""
-    return method or ("scratch-small" if pretrained is None else "finetune")
+    if method is not None:
+        return METHODS[0] if method == ANY_METHOD else method
+    return "scratch-small" if pretrained is None else "finetune"
 
 
 def read_value(text: str) -> Any:

@@ -23,6 +23,7 @@ from vitrail.errors import ConfigError
 from vitrail.runtime import Processes, busy_cpu_note, choose_device, process_group, repeatable
 from vitrail.tasks.metrics import Metrics
 from vitrail.tasks.task import Task
+from vitrail.text import plural
 from vitrail.training.auto_batch import fit_batch_to_memory, memory_limit
 from vitrail.training.cluster import ClusterPlan, plan_cluster, shard_if_needed
 from vitrail.training.console import RunConsole, SilentConsole
@@ -75,12 +76,12 @@ def train(
 ) -> Run:
     """Train a model on images, or resume an interrupted run: the same call finds the same folder.
 
-    `method` is a pretraining method; without one the model learns from labels. `recipe` is the name of a bundled
-    recipe, a TOML file or a `Recipe`; `changes` are strings such as "optimizer.lr=3e-4". `pretrained` is a model to
-    fine-tune; `overrides` and `keys` supply what its file does not say, as for `load`. `teacher` is a model to learn
-    from. `evaluate_on="val"` leaves the test split untouched while settings are still being chosen; the same call
-    without it gives the test result later. `printed` holds messages about the data that earlier runs have printed and
-    this one need not repeat; this run adds its own.
+    `method` is a pretraining method, or "auto" for that of the recipe; without one the model learns from labels.
+    `recipe` is the name of a bundled recipe, a TOML file or a `Recipe`; `changes` are strings such as
+    "optimizer.lr=3e-4". `pretrained` is a model to fine-tune; `overrides` and `keys` supply what its file does not say,
+    as for `load`. `teacher` is a model to learn from. `evaluate_on="val"` leaves the test split untouched while
+    settings are still being chosen; the same call without it gives the test result later. `printed` holds messages
+    about the data that earlier runs have printed and this one need not repeat; this run adds its own.
     """
     if evaluate_on not in ("test", "val"):
         raise ConfigError(f"evaluate_on is {evaluate_on!r}; choose 'test' or 'val'")
@@ -299,10 +300,10 @@ def _introduce(console: RunConsole, request: _Request, job: Job, prepared: Prepa
 
 def _training_images(request: _Request) -> str:
     """Say how many images are trained on, and of how many if they are a subset."""
-    images, subset = f"{len(request.splits.train):,}", request.plan.recipe.data.subset
+    images, subset = len(request.splits.train), request.plan.recipe.data.subset
     if subset is None:
-        return f"{images} training images"
-    return f"{images} of {sum(request.splits.record['subset']['drawn_from'].values()):,} training images ({subset})"
+        return plural(images, "training image")
+    return f"{images:,} of {sum(request.splits.record['subset']['drawn_from'].values()):,} training images ({subset})"
 
 
 def _timed(folder: Path, job: Job) -> AbstractContextManager[None]:

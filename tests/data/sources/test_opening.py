@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from vitrail.data.sources.opening import open_data, open_source
+from vitrail.data.sources.opening import open_data, open_source, open_unlabelled
 from vitrail.data.sources.parquet import ParquetImages
 from vitrail.data.sources.parquet_files import FILES_HELD, Tables
 from vitrail.data.sources.source import Source, digits
@@ -377,3 +377,77 @@ def test_good_data_has_no_faults(tmp_path: Path) -> None:
     faults: list[str] = []
     splits = open_data(folder(tmp_path / "data", cat=10, dog=10), faults=faults)
     assert (faults, len(splits.train)) == ([], 14)
+
+
+# ── images to pretrain on ──
+
+
+def pretraining_names(place: Path) -> set[str]:
+    """Return the contents of the images that pretraining sees."""
+    splits = open_unlabelled(place, val=0.2)
+    assert splits.test is None
+    return {bytes(some.read(number)).decode() for some in splits[:2] if some is not None for number in range(len(some))}
+
+
+def listed(root: Path, name: str, **columns: list[str]) -> Path:
+    """Write the images "a 0" to "a 11" and a table of them."""
+    files = sorted(str(file) for file in folder(root, a=12).rglob("*.png"))
+    table = {"path": files, **columns}
+    if name.endswith(".parquet"):
+        pq.write_table(pa.table(table), root / name)
+    elif name.endswith(".jsonl"):
+        objects = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
+        (root / name).write_text("\n".join(map(json.dumps, objects)))
+    else:
+        lines = [",".join(row) for row in zip(*table.values(), strict=True)]
+        (root / name).write_text("\n".join([",".join(table), *lines]))
+    return root / name
+
+
+@pytest.mark.parametrize("name", ["list.csv", "list.jsonl", "list.parquet"])
+@pytest.mark.parametrize("labelled", [True, False])
+def test_pretraining_sees_only_the_training_rows_of_a_table(name: str, labelled: bool, tmp_path: Path) -> None:
+    labels = {"label": ["cat", "dog"] * 6} if labelled else {}
+    place = listed(tmp_path, name, **labels, split=["train", "train", "val", "test"] * 3)
+    assert pretraining_names(place) == {f"a {number}" for number in range(12) if number % 4 < 2}
+
+
+def test_pretraining_needs_a_training_split_if_there_are_splits(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has no rows of the training split"):
+        open_unlabelled(listed(tmp_path, "list.csv", split=["test"] * 12))
+
+
+@pytest.mark.parametrize("layout", ["flat", "classes", "shards"])
+def test_pretraining_does_not_open_other_splits(layout: str, tmp_path: Path) -> None:
+    """Neither the training split nor the test split needs class folders."""
+    if layout == "shards":
+        tar(tmp_path / "train-0.tar", a=6)
+        (tmp_path / "test-0.tar").write_bytes(b"not a tar file")
+    else:
+        for split in ("train", "test"):
+            folder(tmp_path, **{split: 6})
+    if layout == "classes":
+        folder(tmp_path / "train", a=6)
+        for number in range(6):
+            (tmp_path / "train" / f"{number:02}.png").unlink()
+    first = "train" if layout == "flat" else "a"
+    assert pretraining_names(tmp_path) == {f"{first} {number}" for number in range(6)}
+
+
+@pytest.mark.parametrize("name", ["list.csv", "list.jsonl", "list.parquet"])
+def test_some_labels_may_be_missing_where_none_is_needed(name: str, tmp_path: Path) -> None:
+    place = listed(tmp_path, name, label=["cat", "", "dog", "cat"] * 3)
+    source = open_source(place)
+    assert source.classes == ("cat", "dog")
+    assert source.labels.tolist() == [0, -1, 1, 0] * 3
+    assert len(pretraining_names(place)) == 12
+    assert open_unlabelled(place).train.classes == ("image",)
+    with pytest.raises(DataError, match=r"has no label \(found ''\); add one, or remove the image"):
+        open_data(place)
+
+
+def test_classes_serve_to_compare_two_images_or_more(tmp_path: Path) -> None:
+    place = folder(tmp_path, cat=10, dog=10)
+    few, enough = open_unlabelled(place, val=0.05), open_unlabelled(place, val=0.1)
+    assert [len(splits.val or ()) for splits in (few, enough)] == [1, 2]
+    assert [splits.train.classes for splits in (few, enough)] == [("image",), ("cat", "dog")]

@@ -234,8 +234,9 @@ def test_class_names_of_hugging_face(folder: Path) -> None:
 def test_an_empty_text_is_no_label_only_if_there_may_be_several(folder: Path) -> None:
     assert sets_of(targets(as_csv(folder, label=["a;b", "", "a", "b"])))[1] == set()
     assert sets_of(targets(as_csv(folder, label=["a", "", "b"]), Labelling("labels")))[1] == set()
+    assert open_source(as_csv(folder, label=["a", "", "b"])).labels.tolist() == [0, -1, 1]
     with pytest.raises(DataError, match=r"line 3 has no label \(found ''\); add one"):
-        open_source(as_csv(folder, label=["a", "", "b"]))
+        vitrail.open_data(as_csv(folder, label=["a", "", "b"]))
     with pytest.raises(
         DataError, match=r"line 3 has no label \(found 'null'\) in the column label; leave the text empty"
     ):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,7 +28,7 @@ from vitrail.training.pretraining.defaults import resolve_pretraining
 from vitrail.training.pretraining.dino_learner import SelfDistillation
 from vitrail.training.pretraining.draws import uniform
 from vitrail.training.pretraining.learner import Pretraining
-from vitrail.training.recipe_files import read_recipe, recipe_for
+from vitrail.training.recipe_files import default_recipe, read_recipe, recipe_for
 
 METHODS = ("mae", "masked-patches", "dino")
 SMALL = ("compile=false", "steps=12", "batch=32", "evaluations=2", "model.width=32", "model.depth=2", "model.heads=2",
@@ -35,7 +36,7 @@ SMALL = ("compile=false", "steps=12", "batch=32", "evaluations=2", "model.width=
 CPU = torch.device("cpu")
 
 
-def pretrained(folder: Path, method: str = "mae", *changes: str, data: str | Path = "digits") -> vitrail.Run:
+def pretrained(folder: Path, method: str = "mae", *changes: str, data: Any = "digits") -> vitrail.Run:
     return vitrail.pretrain(
         data, method=method, changes=[*SMALL, *changes], folder=folder, device="cpu", workers=0, quiet=True
     )
@@ -200,6 +201,49 @@ def test_validation_images_that_cannot_be_read(flat: Path, tmp_path: Path) -> No
         pretrained(tmp_path / "run", "mae", "batch=8", "steps=1", "data.val=0.05", data=flat)
 
 
+def labelled_images(folder: Path, images: int) -> Path:
+    """Write a folder of images in two classes."""
+    rng = np.random.default_rng(0)
+    for number in range(images):
+        file = folder / ("cat", "dog")[number % 2] / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 255, (16, 16, 3), np.uint8)).save(file)
+    return folder
+
+
+def test_one_labelled_image_to_validate_on(tmp_path: Path) -> None:
+    """A class cannot be predicted from neighbours if there are none."""
+    data = labelled_images(tmp_path / "data", 20)
+    run = pretrained(tmp_path / "run", "mae", "batch=8", "steps=2", "data.val=0.05", data=data)
+    assert run.summary.startswith("loss ")
+    assert "on 1 held-out image" in run.summary
+
+
+def test_one_labelled_image_that_can_be_read(tmp_path: Path) -> None:
+    data = labelled_images(tmp_path / "data", 20)
+    held_out = open_unlabelled(data, val=0.1).val
+    assert held_out is not None
+    assert len(held_out) == 2
+    Path(held_out.name(1)).write_bytes(b"not an image")
+    run = pretrained(tmp_path / "run", "mae", "batch=8", "steps=2", data=data)
+    assert run.metrics.details["knn"] is None
+    assert run.summary.startswith("loss ")
+    assert run.report is not None
+
+
+def test_the_column_of_the_classes_may_have_any_name(tmp_path: Path) -> None:
+    data = labelled_images(tmp_path / "data", 40)
+    files = sorted(data.rglob("*.png"))
+    lines = [f"{file},{file.parent.name},x" for file in files]
+    (tmp_path / "list.csv").write_text("\n".join(["path,species,label", *lines]))
+    run = pretrained(tmp_path / "run", "mae", "batch=8", "steps=2", "data.labels=species", data=tmp_path / "list.csv")
+    assert run.metrics.details["knn"] is not None
+    assert "data of the run cannot be opened" not in (run.folder / "report.html").read_text()
+    frame = pd.DataFrame({"path": list(map(str, files)), "species": [file.parent.name for file in files], "label": "x"})
+    same = pretrained(tmp_path / "frame", "mae", "batch=8", "steps=2", "data.labels=species", data=frame)
+    assert same.metrics.details["knn"] == run.metrics.details["knn"]
+
+
 @pytest.mark.slow
 def test_gradient_accumulation_changes_nothing(straight: tuple[str, vitrail.Run], tmp_path: Path) -> None:
     method, run = straight
@@ -322,6 +366,8 @@ def test_collapsed_features_stop_the_run(tmp_path: Path, monkeypatch: pytest.Mon
         (["--method", "dino", "--set", "averaging.kind=ema"], "which is an average already"),
         (["--method", "dino", "--set", "dino.prototypes=1"], "use 2 or more"),
         (["--set", "model.classes=3"], "pretraining learns without classes"),
+        (["--method", "mae", "--recipe", "dino"], "the method is mae, but the recipe's is dino; leave out one of them"),
+        (["--set", "task=regression"], "without labels, which task is about; leave it out"),
         (["--set", "data.balance=true"], "without labels, which data.balance is about; leave it out"),
         (["--set", "objective.label_smoothing=0.1"], "without labels, which objective is about; leave it out"),
         (["--set", "criterion=accuracy"], "criterion is 'accuracy', but pretraining keeps the last checkpoint"),
@@ -344,9 +390,26 @@ def test_bad_input_is_one_sentence(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_recipe_of_another_method_needs_no_method() -> None:
-    assert recipe_for("mae", "dino", ()).method == "dino"
+def test_a_recipe_needs_no_method() -> None:
+    assert recipe_for("auto", "dino", ()).method == "dino"
+    assert recipe_for("auto", default_recipe(None, "auto"), ()).method == "mae"
     assert recipe_for("masked-patches", "masked-patches", ()).method == "masked_patches"
+
+
+@pytest.mark.parametrize(("method", "recipe"), [("mae", "dino"), ("dino", "mae")])
+def test_a_recipe_of_another_method_is_refused(method: str, recipe: str) -> None:
+    with pytest.raises(ConfigError, match=f"the method is {method}, but the recipe's is {recipe}; leave out one"):
+        recipe_for(method, recipe, ())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("change", ["width=64", "width=256", "width=320", "patch_size=6", "patch_size=[6, 4]"])
+def test_a_changed_width_or_patch_size_needs_no_other_change(method: str, change: str, device: str) -> None:
+    facts = DataFacts(1000, ("image",), 64, grey=False, device=device)
+    model = resolve_pretraining(read_recipe(method, [f"model.{change}"]), facts, None).model
+    assert model.width % model.heads == 0
+    assert all(side % patch == 0 for side, patch in zip(model.image_size, model.patch_size, strict=True))
 
 
 @pytest.mark.parametrize(

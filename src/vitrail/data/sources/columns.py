@@ -1,5 +1,6 @@
 """The columns of a manifest: which hold images, labels and splits, and how those are read."""
 
+import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from vitrail.data.sources.cells import Cell, Reading, cell_of, check_cell, is_empty
 from vitrail.data.sources.kinds import candidates, decide, decide_columns, required
 from vitrail.data.sources.labelled import CellColumn, Labelled, targets_in
-from vitrail.data.sources.labels import label_text, order_classes
+from vitrail.data.sources.labels import is_missing, label_text, order_classes
 from vitrail.data.sources.source import SUFFIXES
 from vitrail.data.sources.splits import SPLITS
 from vitrail.data.sources.targets import AUTOMATIC, Labelling
@@ -200,7 +201,7 @@ class LabelCollector:
     def read(self, row: ManifestRow) -> tuple[tuple[int, ...], int | None]:
         """Return codes for the labels of a row, equal for equal labels, and one for its split."""
         codes = tuple(self._code(number, value, row) for number, value in enumerate(row.labels))
-        if self.columns.name is not None:
+        if self.columns.name is not None and codes[0] >= 0:
             text, name = (label_text(value, self._where(row)) for value in (row.labels[0], row.name))
             if self._names.setdefault(text, name) != name:
                 raise DataError(
@@ -220,24 +221,33 @@ class LabelCollector:
             return self._seen[number][value]
         cell = self._cell(value, self.columns.labels[number].strip(), self._where(row))
         cells = self._cells[number]
-        code = -1 if cell is not None and cell == self.unknown else cells.setdefault(cell, len(cells))
+        code = -1 if cell is None or cell == self.unknown else cells.setdefault(cell, len(cells))
         if plain:
             self._seen[number][value] = code
         return code
 
     def _cell(self, value: object, column: str, where: str) -> Cell:
-        """Return a label as a cell; raise if it is not one."""
+        """Return a label as a cell, None if its class is unknown; raise if it is not one."""
         if self.reading is not None and self.reading.kind == "masks":
             return _mask_path(value, where)
-        cell = None if self._are_classes() else cell_of(value, where)
+        if self._are_classes():
+            return self._class(value, where)
+        cell = cell_of(value, where)
         if self.reading is None and is_empty(cell):  # a fault, unless images may have no label
             self.reading = self.request.decide(count_cells(self._rows(self.columns.labels)))
         if self.reading is None:
             return cell
         if self._are_classes():
-            return label_text(value, where)
+            return self._class(value, where)
         check_cell(cell, self.reading, where, column)
         return cell
+
+    def _class(self, value: object, where: str) -> str | None:
+        """Return a class; None if it is unknown, where images need no label."""
+        blank = value is None or (isinstance(value, float) and math.isnan(value))
+        if self.request.unlabelled and (blank or (isinstance(value, str) and is_missing(value))):
+            return None
+        return label_text(value, where)
 
     def _are_classes(self) -> bool:
         return self.reading is not None and self.reading.kind == "classes"

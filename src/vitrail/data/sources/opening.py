@@ -142,25 +142,20 @@ def _labelled_splits(data: InMemory) -> dict[str, Source]:
 def open_unlabelled(data: Data, *, seed: int = 0, val: float = 0.05, labelling: Labelling = AUTOMATIC) -> Splits:
     """Open images to pretrain on: a training split, and a validation split drawn from it; no labels are needed.
 
-    If the data defines splits, only its training split is used. Classes are kept if all images have one; otherwise, as
-    with several labels or numbers, all images are of the class "image". Masks are not read.
+    If the data defines splits, only its training split is used. Classes are kept if all images have one, and if there
+    are two images to validate on; otherwise, as with several labels or numbers, all images are of the class "image".
+    Masks are not read.
     """
     opened = given_data(data, labelling=labelling)
-    if isinstance(opened, InMemory) and "train" in opened.splits:
-        source = opened.splits["train"]
-    elif isinstance(opened, str) and (folder := _images_with_masks(opened)) is not None:
-        source = open_folder(folder, unlabelled=True)
-    elif isinstance(opened, str) and _has_splits(opened):
-        source = _open_splits(opened, labelling, None, None)["train"]
-    else:
-        source = _open_source(opened, labelling, None, masks=False)
-    nothing = np.zeros_like(source.labels)
-    if (source.labels < 0).any() or targets_of(source) is not None:
-        source = Renumbered(source, ("image",), nothing, IGNORED)
+    source = _training_images(opened, labelling)
     if len(source) < 2:
         raise DataError(f"{title_of(opened)} has {plural(len(source), 'image')}; pretraining needs at least two")
+    nothing = np.zeros_like(source.labels)
     # Not by class: a rare one need not be in both splits.
     for_train, for_val, _ = split_indices(nothing, seed=seed, val=val, test=0)
+    alone = len(for_val) == 1  # without neighbours to compare it with
+    if alone or (source.labels < 0).any() or targets_of(source) is not None:
+        source = Renumbered(source, ("image",), nothing, IGNORED)
     train, drawn = split_of(source, for_train), split_of(source, for_val) if len(for_val) else None
     return Splits(train, drawn, None, make_record("drawn", train, drawn, None, seed=seed, fractions={"val": val}))
 
@@ -176,15 +171,32 @@ def _images_with_masks(place: str) -> str | None:
     return None if found is None else found["train"].images
 
 
-def _has_splits(place: str) -> bool:
-    """Whether data is in folders or files named after splits."""
-    if is_saved(place):
-        return len(saved_data(place).splits) > 1
-    kind = kind_of(place)
-    if kind != "folder":
-        return kind == "pattern" and len(group_shards(expand_pattern(place))) > 1
-    inside = look_into(place)
-    return bool(split_folders(place, inside.folders)) or (bool(inside.shards) and len(group_shards(inside.shards)) > 1)
+def _training_images(data: str | InMemory, labelling: Labelling) -> Source:
+    """Return the images of the training split, all images if there are no splits; other splits are not opened."""
+    if isinstance(data, str) and is_saved(data):
+        data = saved_data(data, labelling)
+    if isinstance(data, InMemory):
+        return data.splits["train"] if "train" in data.splits else _only_split(data)
+    if (images := _images_with_masks(data)) is not None:
+        return open_folder(images, unlabelled=True)
+    kind, shards = kind_of(data), list[str]()
+    if kind == "pattern":
+        shards = group_shards(expand_pattern(data))["train"]
+    elif kind == "folder":
+        inside = look_into(data)
+        splits = split_folders(data, inside.folders)
+        folder = splits.get("train", data)
+        # Names of shards divide a folder into splits, unless it is one.
+        shards = look_into(folder).shards if splits else group_shards(inside.shards)["train"]
+        if not shards:
+            check_no_columns(labelling, printable_path(folder))
+            return open_folder(folder, unlabelled=True)
+    source = (
+        _one(data, {"train": shards}, labelling, None) if shards else _open_source(data, labelling, None, masks=False)
+    )
+    if isinstance(source, Table | Tables):
+        return _splits_in(data, source)["train"]
+    return source
 
 
 def open_source(data: Data, *, labelling: Labelling = AUTOMATIC, on_progress: Progress | None = None) -> Source:

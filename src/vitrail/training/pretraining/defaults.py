@@ -38,6 +38,7 @@ from vitrail.training.pretraining.distill import check_distill
 from vitrail.training.pretraining.mae import MaeSettings, check_mae
 from vitrail.training.pretraining.masked_patches import check_masked_patches
 from vitrail.training.recipe import Recipe
+from vitrail.training.small_models import heads_for, image_size_for, patch_of, width_of
 from vitrail.training.teacher import Teacher
 
 BASE_BATCH, BASE_LR = 256, 1.5e-4
@@ -111,7 +112,12 @@ def _check_recipe(recipe: Recipe) -> None:
         raise ConfigError("pretraining does not mix images; leave out mixing")
     if recipe.data.subset is not None:
         raise ConfigError(f"pretraining uses all images of the training split; leave out {recipe.data.subset}")
-    for name, used in (("data.balance", recipe.data.balance), ("objective", recipe.objective != Objective())):
+    about_labels = {
+        "task": recipe.task is not None,
+        "data.balance": recipe.data.balance,
+        "objective": recipe.objective != Objective(),
+    }
+    for name, used in about_labels.items():
         if used:
             raise ConfigError(f"pretraining learns without labels, which {name} is about; leave it out")
     if recipe.criterion not in (None, "loss"):
@@ -142,18 +148,16 @@ def _model(recipe: Recipe, facts: DataFacts, defaults: list[ResolvedDefault]) ->
 def _small_model(facts: DataFacts, fields: dict[str, Any], defaults: list[ResolvedDefault]) -> dict[str, Any]:
     """Return a model that pretrains quickly; `fields` are those already set."""
     tiny, small, on_cpu = facts.side <= TINY_SIDE, facts.side <= SMALL_SIDE, facts.device == "cpu"
-    patch = 2 if tiny else 4 if small else 8
-    given = fields.get("patch_size", patch)
-    patch = given if isinstance(given, int) and given > 0 else patch
-    size = max(patch, min(facts.side, 64 if on_cpu else 96) // patch * patch)
+    patch = patch_of(fields, 2 if tiny else 4 if small else 8)
+    size = image_size_for(patch, facts.side, 64 if on_cpu else 96)
     width, depth = (64, 4) if tiny else (96, 4) if on_cpu else (384, 8)
     model: dict[str, Any] = {
-        "image_size": (size, size),
-        "patch_size": (patch, patch),
+        "image_size": size,
+        "patch_size": patch,
         "stem": "conv",
         "width": width,
         "depth": depth,
-        "heads": max(1, width // 32 if on_cpu else width // 64),
+        "heads": heads_for(width_of(fields, width), 32 if on_cpu else 64),
         "channels": 1 if facts.grey else 3,
         "class_token": "none",
         "pool": "mean",
@@ -163,7 +167,7 @@ def _small_model(facts: DataFacts, fields: dict[str, Any], defaults: list[Resolv
     }
     reasons = {
         "image_size": f"the shorter sides are about {facts.side} pixels",
-        "patch_size": f"gives {(size // patch) ** 2} patches",
+        "patch_size": f"gives {math.prod(s // p for s, p in zip(size, patch, strict=True))} patches",
         "width": "small enough for a CPU" if on_cpu else "a common small size",
         "depth": "same reason as width",
         "channels": "the images are greyscale" if facts.grey else "the images are in colour",

@@ -68,7 +68,11 @@ def dino_settings(
 def dino_momenta(settings: DinoSettings, given: Set[str], steps: int, defaults: list[ResolvedDefault]) -> DinoSettings:
     """Return the settings with momenta for a run of `steps`, unless they are among the `given` fields of the recipe."""
     momentum = settings.momentum if "momentum" in given else momentum_for(steps)
-    why = f"the teacher averages over {1 / (1 - momentum):,.0f} of {steps:,} steps" if momentum < 1 else "as set"
+    why = (
+        f"the teacher averages over {1 / (1 - momentum):,.0f} steps; the run has {steps:,}"
+        if momentum < 1
+        else "as set"
+    )
     chosen = {
         "momentum": (momentum, why),
         "centre_momentum": (centre_momentum_for(momentum), "it has to be much faster than the teacher"),

@@ -78,12 +78,12 @@ class Pretraining(Learner):
         """Return the metrics of the kept model on the validation split; it is that of the last step."""
         with run.state.averaged(), run.state.unsharded():
             metrics, images = self._measured(run, run.state.plain)
-        kind = HELD_OUT if run.splits.val is not None else TRAINING
+        kind, knn = HELD_OUT if run.splits.val is not None else TRAINING, metrics.get("val_knn", math.nan)
         return PretrainingMetrics(
             images=images,
             kind=kind,
             loss=metrics["val_loss"],
-            knn=metrics.get("val_knn"),
+            knn=None if math.isnan(knn) else knn,
             rank=metrics["val_rank"],
             spread=metrics["val_spread"],
         )
@@ -144,11 +144,12 @@ class Pretraining(Learner):
             "val_rank": diversity.rank,
             "val_spread": diversity.spread,
         }
-        if self.labelled and len(pooled) > 1:
+        if self.labelled:
             classes = len(run.validation_source.classes)
             # With more neighbours than images of a class, most votes would be for other classes.
             neighbours = min(NEIGHBOURS, max(1, len(pooled) // (2 * classes)))
-            metrics["val_knn"] = leave_one_out(pooled, known, classes, k=neighbours)
+            alone = len(pooled) == 1  # the others could not be read
+            metrics["val_knn"] = math.nan if alone else leave_one_out(pooled, known, classes, k=neighbours)
         return metrics, len(pooled)
 
 
