@@ -37,7 +37,8 @@ from vitrail.training.sweep import sweep
 from vitrail.training.teacher import ClassTeacher, Teacher, TeacherImages, class_columns, opened_teacher
 
 DIGITS = tuple("0123456789")
-SMALL = ("steps=12", "batch=32", "evaluations=2", "model.width=32", "model.depth=2", "model.heads=2", "model.stem=conv")
+SMALL = ("steps=12", "batch=32", "evaluations=2", "model.width=32", "model.depth=2", "model.heads=2", "model.stem=conv",
+         "precision=float32")  # fmt: skip
 CPU = torch.device("cpu")
 
 

@@ -24,7 +24,8 @@ from vitrail.training.pretraining.dino import DinoSettings, centre_momentum_for,
 from vitrail.training.pretraining.dino_learner import SelfDistillation
 from vitrail.training.recipe_files import read_recipe
 
-SMALL = ("compile=false", "steps=6", "batch=16", "evaluations=1", "model.width=32", "model.depth=1", "model.heads=2")
+SMALL = ("compile=false", "steps=6", "batch=16", "evaluations=1", "model.width=32", "model.depth=1", "model.heads=2",
+         "precision=float32")  # fmt: skip
 DIGITS = DataFacts(1700, tuple("0123456789"), side=8, grey=True)
 PHOTOS = DataFacts(100_000, (), side=300, grey=False, device="cuda")
 

@@ -39,7 +39,7 @@ from vitrail.training.pretraining.feature_learner import FeatureDistillation
 from vitrail.training.teacher import Teacher
 
 SMALL = ("compile=false", "steps=12", "batch=32", "evaluations=2", "model.width=32", "model.depth=2", "model.heads=2",
-         "data.val=0.1")  # fmt: skip
+         "data.val=0.1", "precision=float32")  # fmt: skip
 CPU = torch.device("cpu")
 STUDENT = ViTConfig(
     image_size=8, patch_size=2, channels=1, width=16, depth=1, heads=2, classes=0, class_token="none", pool="mean",
