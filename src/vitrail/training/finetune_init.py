@@ -72,8 +72,9 @@ def keeps_head(pretrained: Bundle, how: FinetuneInit, config: ViTConfig, names: 
 
 def _reads_alike(config: ViTConfig, planned: ViTConfig) -> bool:
     """Whether the heads of both models read the same: a vector per image, or the same layers of every patch."""
-    dense = (config.pool == "patches", planned.pool == "patches")
-    return dense[0] == dense[1] and config.layers_read == planned.layers_read
+    if "patches" not in (config.pool, planned.pool):
+        return True
+    return config.pool == planned.pool and config.layers_read == planned.layers_read
 
 
 def planned_config(pretrained: Bundle, how: FinetuneInit, fields: dict[str, Any], classes: int) -> ViTConfig:
