@@ -16,6 +16,7 @@ from vitrail.data.sources.targets import Labelling, Targets
 from vitrail.errors import CheckpointError, ConfigError, DataError, InputError
 from vitrail.metrics.segmentation import count_pixels
 from vitrail.models.config import ViTConfig
+from vitrail.tasks import segmentation
 from vitrail.tasks.lookup import task_named, task_of_kind, unsuited_head
 from vitrail.tasks.objective import Objective
 from vitrail.tasks.segmentation import MaskPrediction, Segmentation, pixel_weights, upsampled
@@ -141,6 +142,23 @@ def test_what_is_kept_equals_counting_each_image(images: int, grid: int, side: i
             assert losses_of(made)[image] == pytest.approx(float(loss))
         else:
             assert losses_of(made)[image] == 0
+
+
+def test_what_is_kept_does_not_depend_on_how_many_images_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    truth, outputs = masks(7, (9, 8), 3), logits(7, (3, 4), 3)
+    whole = TASK.kept(outputs, truth)
+    for most in (1, 2 * len(NAMES) * 72, 6 * len(NAMES) * 72):
+        largest: list[int] = []
+
+        def spied(some: Tensor, size: tuple[int, int], largest: list[int] = largest) -> Tensor:
+            largest.append(len(some))
+            return upsampled(some, size)
+
+        monkeypatch.setattr(segmentation, "upsampled", spied)
+        monkeypatch.setattr(segmentation, "MOST_LOGITS", most)
+        parts = TASK.kept(outputs, truth)
+        assert all(torch.equal(ours, expected) for ours, expected in zip(parts, whole, strict=True))
+        assert max(largest) == max(1, most // (len(NAMES) * 72))
 
 
 def test_metrics_return_from_json() -> None:
