@@ -330,6 +330,20 @@ def test_refusals(run: RunCommand) -> None:
     assert Path("taken/masks/a/wide.png").is_file()
 
 
+def test_the_masks_of_a_dataset_are_not_replaced(run: RunCommand) -> None:
+    write_images(Path("data/images"))
+    Path("data/masks").mkdir()
+    Path("data/masks/x.png").write_text("a label")
+    done = run("bundle", "data/images", "--masks", "data", "--overwrite")
+    assert (done.code, done.out) == (2, "")
+    assert "data/masks has the masks of a dataset, which predict did not write; choose another folder" in done.err
+    assert Path("data/masks/x.png").read_text() == "a label"
+    Path("data/masks/x.png").unlink()
+    # Predicted masks make images a dataset, and may be replaced.
+    assert run("bundle", "data/images", "--masks", "data").code == 0
+    assert run("bundle", "data/images", "--masks", "data", "--overwrite").code == 0
+
+
 def test_models_whose_masks_would_not_fit() -> None:
     write_images(Path("images"))
     with pytest.raises(InputError, match=r"at most 255 classes, but the model has 300; leave out the masks"):
