@@ -201,6 +201,17 @@ def test_names_are_unique_inside_the_folder_and_follow_from_the_order(images: li
 # ── in Python ──
 
 
+def test_names_are_short_enough_for_files() -> None:
+    long, odd = b"a" * 251, b"\xff" * 100
+    names = MirroredNames(["images"])
+    given = [b"images/x/" + name for name in (long + b".jpg", long + b".png", long + b"bmp", odd + b".jpg")]
+    made = [names.of(name) for name in given]
+    assert made[0] == f"x/{'a' * 251}"
+    assert len(set(made)) == 4
+    assert all(name.startswith("x/") and len(f"{name[2:]}.png".encode()) <= 255 for name in made)
+    assert [MirroredNames(["images"]).of(given[3])] == made[3:]
+
+
 def test_predictions_in_memory_have_masks() -> None:
     masks = write_images(Path("images"))
     rows = vitrail.predict(BUNDLE, "images", masks="out", device="cpu")
