@@ -226,6 +226,21 @@ def test_a_prediction_makes_masks_of_any_size() -> None:
         MaskPrediction(error="gone").mask(4, 4)
 
 
+def test_fractions_do_not_depend_on_how_many_logits_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = logits(3, (5, 7), 4).float()
+    expected = TASK.predict(outputs, NAMES, 3)
+    monkeypatch.setattr(segmentation, "MOST_LOGITS", 1)
+    sizes: list[tuple[int, ...]] = []
+
+    def spied(some: Tensor, size: tuple[int, int]) -> Tensor:
+        sizes.append(tuple(some.shape))
+        return upsampled(some, size)
+
+    monkeypatch.setattr(segmentation, "upsampled", spied)
+    assert TASK.predict(outputs, NAMES, 3) == expected
+    assert set(sizes) == {(1, 1, 5, 7)}
+
+
 def test_rows() -> None:
     (made,) = TASK.predict(torch.tensor([5.0, 0.0, 0.0])[None, :, None, None].expand(1, 3, 2, 2), None, 2)
     assert made.classes == ("0",)

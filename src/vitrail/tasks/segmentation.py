@@ -59,7 +59,7 @@ FINER = 4
 ROUNDING = 1e-3
 """By how much upsampling may round a logit."""
 MOST_LOGITS = 1 << 26
-"""Logits of pixels that are compared with masks at a time: 256 MB, and as much for the loss; at least one image."""
+"""Logits of pixels that are computed at a time: 256 MB, and as much for the loss; at least those of one image."""
 
 
 def upsampled(outputs: Tensor, size: tuple[int, int]) -> Tensor:
@@ -358,7 +358,12 @@ class Segmentation(Task):
         known = [str(index) for index in range(outputs.shape[1])] if names is None else names
         made = []
         for logits in outputs.float():
-            found = upsampled(logits[None], grid).argmax(dim=1).flatten()
+            if (
+                len(logits) <= MOST_CLASSES and len(logits) * math.prod(grid) > MOST_LOGITS
+            ):  # of a large image in windows
+                found = largest_class(logits, grid).flatten()
+            else:
+                found = upsampled(logits[None], grid).argmax(dim=1).flatten()
             fractions = torch.bincount(found, minlength=len(known)).double() / len(found)
             values, order = fractions.sort(descending=True, stable=True)
             first = [index for index, fraction in zip(order.tolist(), values.tolist(), strict=True) if fraction > 0][
