@@ -21,12 +21,14 @@ from tests.support.prediction_jobs import tiny_bundle
 from tests.support.segmentation_models import COLOURS, SIDE, colour_bundle, colour_image
 
 import vitrail
+from vitrail.data.inputs import Item
 from vitrail.data.mask_images import overlay, palette
 from vitrail.data.preprocess import Preprocess
-from vitrail.errors import ConfigError, DataError, InputError
+from vitrail.errors import ConfigError, DataError, InputError, StorageError
 from vitrail.inference.bulk_prediction import Summary, predict_files
 from vitrail.inference.classifier import Predictor
 from vitrail.inference.jobs import Output
+from vitrail.inference.mask_files import full_pixels
 from vitrail.inference.mirrored_names import MirroredNames
 from vitrail.inference.windows import windows_for
 from vitrail.tasks.segmentation import MaskPrediction, candidates, largest_class, upsampled
@@ -367,6 +369,18 @@ def test_models_whose_masks_would_not_fit() -> None:
     with pytest.raises(ConfigError, match="crops or pads images, so a mask would not fit"):
         predict("images", bundle=crops, masks="out")
     predict("images", bundle=crops, masks="out", window=1.0, output=Path("rows.jsonl"))
+
+
+def test_a_failing_storage_is_no_change_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(_: str, *__: int | None) -> bytes:
+        raise StorageError("the server does not answer")
+
+    Path("gone.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"gone.png has changed while it was predicted: it is not an image"):
+        full_pixels(Item(b"gone.png", b"gone.png"), 3)
+    monkeypatch.setattr("vitrail.data.inputs.read_remote", failing)
+    with pytest.raises(StorageError, match=r"^the server does not answer$"):
+        full_pixels(Item(b"s3://bucket/a.png", b"s3://bucket/a.png"), 3)
 
 
 def test_a_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
