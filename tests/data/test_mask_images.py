@@ -44,6 +44,16 @@ def test_an_overlay_leaves_ignored_pixels() -> None:
     assert not np.array_equal(drawn[0, 0], drawn[0, 1])
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_large_overlay_is_that_of_its_rows(channels: int) -> None:
+    generator = np.random.default_rng(1)
+    pixels = generator.integers(0, 256, (600, 4, channels)).astype(np.uint8)
+    mask = generator.choice(np.array([0, 1, 2, IGNORED_PIXEL], np.uint8), (600, 4))
+    drawn = overlay(pixels, mask, 3)
+    rows = [overlay(pixels[row : row + 1], mask[row : row + 1], 3) for row in range(600)]
+    assert np.array_equal(drawn, np.concatenate(rows))
+
+
 @pytest.mark.parametrize(("pixels", "mask"), [((2, 3, 3), (2, 2)), ((2, 2, 4), (2, 2)), ((2, 2), (2, 2))])
 def test_shapes_that_do_not_fit(pixels: tuple[int, ...], mask: tuple[int, ...]) -> None:
     with pytest.raises(InputError, match="the same size"):

@@ -21,12 +21,14 @@ from tests.support.prediction_jobs import tiny_bundle
 from tests.support.segmentation_models import COLOURS, SIDE, colour_bundle, colour_image
 
 import vitrail
+from vitrail.data.inputs import Item
 from vitrail.data.mask_images import overlay, palette
 from vitrail.data.preprocess import Preprocess
-from vitrail.errors import ConfigError, DataError, InputError
+from vitrail.errors import ConfigError, DataError, InputError, StorageError
 from vitrail.inference.bulk_prediction import Summary, predict_files
 from vitrail.inference.classifier import Predictor
 from vitrail.inference.jobs import Output
+from vitrail.inference.mask_files import full_pixels
 from vitrail.inference.mirrored_names import MirroredNames
 from vitrail.inference.windows import windows_for
 from vitrail.tasks.segmentation import MaskPrediction, candidates, largest_class, upsampled
@@ -201,6 +203,17 @@ def test_names_are_unique_inside_the_folder_and_follow_from_the_order(images: li
 # ── in Python ──
 
 
+def test_names_are_short_enough_for_files() -> None:
+    long, odd = b"a" * 251, b"\xff" * 100
+    names = MirroredNames(["images"])
+    given = [b"images/x/" + name for name in (long + b".jpg", long + b".png", long + b"bmp", odd + b".jpg")]
+    made = [names.of(name) for name in given]
+    assert made[0] == f"x/{'a' * 251}"
+    assert len(set(made)) == 4
+    assert all(name.startswith("x/") and len(f"{name[2:]}.png".encode()) <= 255 for name in made)
+    assert [MirroredNames(["images"]).of(given[3])] == made[3:]
+
+
 def test_predictions_in_memory_have_masks() -> None:
     masks = write_images(Path("images"))
     rows = vitrail.predict(BUNDLE, "images", masks="out", device="cpu")
@@ -330,6 +343,20 @@ def test_refusals(run: RunCommand) -> None:
     assert Path("taken/masks/a/wide.png").is_file()
 
 
+def test_the_masks_of_a_dataset_are_not_replaced(run: RunCommand) -> None:
+    write_images(Path("data/images"))
+    Path("data/masks").mkdir()
+    Path("data/masks/x.png").write_text("a label")
+    done = run("bundle", "data/images", "--masks", "data", "--overwrite")
+    assert (done.code, done.out) == (2, "")
+    assert "data/masks has the masks of a dataset, which predict did not write; choose another folder" in done.err
+    assert Path("data/masks/x.png").read_text() == "a label"
+    Path("data/masks/x.png").unlink()
+    # Predicted masks make images a dataset, and may be replaced.
+    assert run("bundle", "data/images", "--masks", "data").code == 0
+    assert run("bundle", "data/images", "--masks", "data", "--overwrite").code == 0
+
+
 def test_models_whose_masks_would_not_fit() -> None:
     write_images(Path("images"))
     with pytest.raises(InputError, match=r"at most 255 classes, but the model has 300; leave out the masks"):
@@ -342,6 +369,18 @@ def test_models_whose_masks_would_not_fit() -> None:
     with pytest.raises(ConfigError, match="crops or pads images, so a mask would not fit"):
         predict("images", bundle=crops, masks="out")
     predict("images", bundle=crops, masks="out", window=1.0, output=Path("rows.jsonl"))
+
+
+def test_a_failing_storage_is_no_change_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(_: str, *__: int | None) -> bytes:
+        raise StorageError("the server does not answer")
+
+    Path("gone.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"gone.png has changed while it was predicted: it is not an image"):
+        full_pixels(Item(b"gone.png", b"gone.png"), 3)
+    monkeypatch.setattr("vitrail.data.inputs.read_remote", failing)
+    with pytest.raises(StorageError, match=r"^the server does not answer$"):
+        full_pixels(Item(b"s3://bucket/a.png", b"s3://bucket/a.png"), 3)
 
 
 def test_a_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

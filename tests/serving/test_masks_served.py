@@ -2,7 +2,10 @@
 
 import base64
 import io
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -19,7 +22,8 @@ from vitrail.data.mask_images import palette
 from vitrail.data.preprocess import Preprocess
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
-from vitrail.serving.app import Service
+from vitrail.serving.app import MASKS_AT_ONCE, Service
+from vitrail.serving.operations import MaskResult
 from vitrail.tasks.segmentation import MaskPrediction
 
 
@@ -77,6 +81,31 @@ def test_masks_are_served(bundle: Path, image: Path) -> None:
         assert set(masks["required"]) == {"classes", "mask"}
 
     with_client(settings_for(bundle), ask)
+
+
+def test_few_masks_are_made_at_a_time(bundle: Path, image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    running, most, whole = 0, 0, MaskResult.finished
+
+    def noted(result: MaskResult, size: tuple[int, int]) -> dict[str, Any]:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.05)
+        with lock:
+            running -= 1
+        return whole(result, size)
+
+    lock = threading.Lock()
+    monkeypatch.setattr(MaskResult, "finished", noted)
+
+    async def ask(_: Service, client: httpx.AsyncClient) -> None:
+        sent = [base64.b64encode(image.read_bytes()).decode()] * 8
+        results = (await client.post("/v1/predict", json={"images": sent})).json()["results"]
+        assert [decoded(result["mask"]).shape for result in results] == [(96, 60)] * 8
+
+    with_client(settings_for(bundle), ask)
+    assert most == MASKS_AT_ONCE
 
 
 def test_models_without_masks_that_fit_are_refused(tmp_path: Path, image: Path) -> None:

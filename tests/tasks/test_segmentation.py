@@ -16,6 +16,7 @@ from vitrail.data.sources.targets import Labelling, Targets
 from vitrail.errors import CheckpointError, ConfigError, DataError, InputError
 from vitrail.metrics.segmentation import count_pixels
 from vitrail.models.config import ViTConfig
+from vitrail.tasks import segmentation
 from vitrail.tasks.lookup import task_named, task_of_kind, unsuited_head
 from vitrail.tasks.objective import Objective
 from vitrail.tasks.segmentation import MaskPrediction, Segmentation, pixel_weights, upsampled
@@ -143,6 +144,23 @@ def test_what_is_kept_equals_counting_each_image(images: int, grid: int, side: i
             assert losses_of(made)[image] == 0
 
 
+def test_what_is_kept_does_not_depend_on_how_many_images_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    truth, outputs = masks(7, (9, 8), 3), logits(7, (3, 4), 3)
+    whole = TASK.kept(outputs, truth)
+    for most in (1, 2 * len(NAMES) * 72, 6 * len(NAMES) * 72):
+        largest: list[int] = []
+
+        def spied(some: Tensor, size: tuple[int, int], largest: list[int] = largest) -> Tensor:
+            largest.append(len(some))
+            return upsampled(some, size)
+
+        monkeypatch.setattr(segmentation, "upsampled", spied)
+        monkeypatch.setattr(segmentation, "MOST_LOGITS", most)
+        parts = TASK.kept(outputs, truth)
+        assert all(torch.equal(ours, expected) for ours, expected in zip(parts, whole, strict=True))
+        assert max(largest) == max(1, most // (len(NAMES) * 72))
+
+
 def test_metrics_return_from_json() -> None:
     truth = masks(40, (8, 8), 0)
     made = TASK.evaluate(predicted(logits(40, (4, 4), 1), truth), Shapes(), kind="held-out images")
@@ -206,6 +224,21 @@ def test_a_prediction_makes_masks_of_any_size() -> None:
         made.mask(0, 4)
     with pytest.raises(InputError, match="there is no mask: gone"):
         MaskPrediction(error="gone").mask(4, 4)
+
+
+def test_fractions_do_not_depend_on_how_many_logits_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = logits(3, (5, 7), 4).float()
+    expected = TASK.predict(outputs, NAMES, 3)
+    monkeypatch.setattr(segmentation, "MOST_LOGITS", 1)
+    sizes: list[tuple[int, ...]] = []
+
+    def spied(some: Tensor, size: tuple[int, int]) -> Tensor:
+        sizes.append(tuple(some.shape))
+        return upsampled(some, size)
+
+    monkeypatch.setattr(segmentation, "upsampled", spied)
+    assert TASK.predict(outputs, NAMES, 3) == expected
+    assert set(sizes) == {(1, 1, 5, 7)}
 
 
 def test_rows() -> None:

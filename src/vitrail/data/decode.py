@@ -195,6 +195,11 @@ class _Opened:
             raise DataError(f"it is a {self.image.format}, which changes the values of pixels; save it as PNG")
         if self.image.mode not in ("1", "L", "P") and not self.image.mode.startswith("I"):
             raise _not_one_channel(f"an image of mode {self.image.mode}")
+        if self.image.mode == "L" and (bits := _grey_bits(self.image)) < 8:
+            raise DataError(
+                f"its grey values have {bits} bits, which programs scale to 0…255 when they read them; save it with 8 "
+                "bits, or with a palette"
+            )
         try:
             with quiet():
                 array = np.asarray(self.image)
@@ -223,6 +228,12 @@ class _Other(_Opened):
                 raise DataError(f"a corrupt {kind}: its header cannot be read") from None
             raise _not_an_image(content) from None
         super().__init__(image)
+
+
+def _grey_bits(image: Image.Image) -> int:
+    """Return how many bits a grey value has in the file; 8 if Pillow does not say."""
+    modes = (str(mode) for tile in getattr(image, "tile", ()) for mode in np.atleast_1d(tile[3])[:1])
+    return next((int(mode[2]) for mode in modes if mode[:2] == "L;" and mode[2:3] in ("2", "4")), 8)
 
 
 def _formats() -> list[str]:

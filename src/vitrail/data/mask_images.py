@@ -19,6 +19,8 @@ GOLDEN = 0.618033988749895
 """Hues that are apart by the golden ratio stay far from each other, however many there are."""
 COVER = 55
 """How much of the image an overlay covers, in percent."""
+ROWS = 256
+"""Rows of an overlay that are computed at a time: its numbers are larger than the pixels of the image."""
 
 
 def palette(classes: int) -> NDArray[np.uint8]:
@@ -55,10 +57,20 @@ def overlay(pixels: NDArray[np.uint8], mask: NDArray[np.uint8], classes: int) ->
             f"an image of {pixels.dtype} and shape {pixels.shape} with a mask of shape {mask.shape}; use uint8, 1 or 3 "
             "channels, and the same size"
         )
-    # In integers: several times as fast as in floats, for images of many megapixels.
     colours = np.zeros((256, 3), np.uint16)
     colours[:classes] = palette(classes) * np.uint16(COVER) + 50
+    made = np.empty((*mask.shape, 3), np.uint8)
+    for top in range(0, len(mask), ROWS):
+        rows = slice(top, top + ROWS)
+        made[rows] = _mixed(pixels[rows], mask[rows], colours, classes)
+    return made
+
+
+def _mixed(
+    pixels: NDArray[np.uint8], mask: NDArray[np.uint8], colours: NDArray[np.uint16], classes: int
+) -> NDArray[np.uint8]:
     shown = np.broadcast_to(pixels, (*mask.shape, 3))
+    # In integers: several times as fast as in floats, for images of many megapixels.
     mixed = ((shown * np.uint16(100 - COVER) + colours[mask]) // 100).astype(np.uint8)
     drawn = mask < classes
     return mixed if drawn.all() else np.where(drawn[:, :, None], mixed, shown)

@@ -26,8 +26,9 @@ from vitrail.data.decode import open_image
 from vitrail.data.inputs import Item
 from vitrail.data.mask_images import mask_png, overlay
 from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources.mask_folders import IMAGES
 from vitrail.data.sources.source import Pixels, reason_of
-from vitrail.errors import ConfigError, DataError
+from vitrail.errors import ConfigError, DataError, StorageError
 from vitrail.inference.mirrored_names import MirroredNames
 from vitrail.inference.writing import PredictionRow, Sink
 from vitrail.io import PARTIAL, full_disk_hint, remove_partial_files
@@ -133,6 +134,8 @@ def full_pixels(item: Item, channels: int) -> Pixels:
     try:
         image = open_image(item.read())
         pixels = image.pixels(channels)
+    except StorageError:
+        raise  # the image may be as it was
     except DataError as error:
         raise type(error)(f"{printable_path(item.name)} has changed while it was predicted: {error}") from None
     return pixels if pixels.shape[2] in (1, 3) else pixels[:, :, : 3 if pixels.shape[2] > 3 else 1]
@@ -170,21 +173,34 @@ def check_mask_folder(folder: Path, places: Sequence[str], *, resume: bool, over
             raise DataError(
                 f"{name} would put masks among the images of {printable_path(place)}; give a folder outside of it"
             )
+    if overwrite and _is_dataset(folder):
+        raise DataError(
+            f"{printable_path(os.fspath(folder / MASKS))} has the masks of a dataset, which predict did not write; "
+            "choose another folder"
+        )
     if resume or overwrite:
         return
     for kind in (MASKS, OVERLAYS):
-        try:
-            with os.scandir(folder / kind) as entries:
-                empty = next(entries, None) is None
-        except FileNotFoundError:
-            continue
-        except OSError as fault:
-            raise DataError(f"{name} cannot be read: {reason_of(fault)}") from None
-        if not empty:
+        if _has_files(folder / kind):
             raise DataError(
                 f"{printable_path(os.fspath(folder / kind))} already has files; choose another folder, or replace them "
                 "with --overwrite"
             )
+
+
+def _is_dataset(folder: Path) -> bool:
+    """Whether the masks in a folder are labels: predict also writes overlays."""
+    return (folder / IMAGES).is_dir() and _has_files(folder / MASKS) and not (folder / OVERLAYS).is_dir()
+
+
+def _has_files(folder: Path) -> bool:
+    try:
+        with os.scandir(folder) as entries:
+            return next(entries, None) is not None
+    except FileNotFoundError:
+        return False
+    except OSError as fault:
+        raise DataError(f"{printable_path(os.fspath(folder))} cannot be read: {reason_of(fault)}") from None
 
 
 @contextlib.contextmanager

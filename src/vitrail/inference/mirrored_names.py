@@ -10,6 +10,8 @@ from vitrail.data.sources.huggingface import is_saved
 from vitrail.data.sources.source import SUFFIXES
 from vitrail.inference.listing import STDIN
 
+LONGEST = 255 - len(".png")
+"""Bytes of a file's name without its suffix, on most file systems."""
 _MAGIC = re.compile(r"[*?\[{]")
 
 
@@ -31,8 +33,10 @@ class MirroredNames:
         whole = "/".join(parts)
         short = "/".join([*parts[:-1], stem]) if suffix[1:].lower() in SUFFIXES else whole
         for name in (short, whole):
-            if self._take(name):
+            if _fits(name) and self._take(name):
                 return name
+        if not _fits(f"{whole}-{10**9}"):
+            whole = "/".join([*parts[:-1], hashlib.blake2b(whole.encode(), digest_size=16).hexdigest()])
         number = 2
         while not self._take(f"{whole}-{number}"):
             number += 1
@@ -54,6 +58,11 @@ class MirroredNames:
         # Names of files have to be text in rows and on every file system.
         named = [os.fsencode(part).decode("utf-8", "backslashreplace").replace("\0", "") for part in parts]
         return [part for part in named if part not in ("", ".", "..")] or ["image"]
+
+
+def _fits(name: str) -> bool:
+    """Whether the last part of a name is short enough for a file."""
+    return len(name.rpartition("/")[2].encode()) <= LONGEST
 
 
 def _anchor(place: str) -> list[str]:

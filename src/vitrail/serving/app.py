@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Awaitable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -36,6 +37,8 @@ from vitrail.serving.request import (
 from vitrail.serving.settings import Settings
 
 T = TypeVar("T")
+MASKS_AT_ONCE = 2
+"""Masks that are made at the same time: each takes about 12 bytes per pixel of the upload."""
 
 
 class RequestHandler:
@@ -44,6 +47,13 @@ class RequestHandler:
     def __init__(self, settings: Settings, counters: Counters) -> None:
         self._settings, self._counters = settings, counters
         self.decoders = Decoders(settings)
+        # Threads of its own: large masks must neither take all memory nor keep the others of the service waiting.
+        self._masks = ThreadPoolExecutor(MASKS_AT_ONCE, thread_name_prefix="masks")
+
+    async def close(self) -> None:
+        """Stop the decoder processes, and make no more masks."""
+        await self.decoders.close()
+        self._masks.shutdown(wait=False, cancel_futures=True)
 
     async def handle(
         self, request: Request, served: ServedModel, operation: Operation, images: list[bytes], task: str
@@ -84,8 +94,10 @@ class RequestHandler:
         upload = await decoded
         try:
             result = await served.batcher.submit(operation, upload.pixels, slot)
+            if not isinstance(result, MaskResult):
+                return result
             # Masks have the size of the upload, so they are not made in the thread of the model.
-            return await asyncio.to_thread(result.finished, upload.size) if isinstance(result, MaskResult) else result
+            return await asyncio.get_running_loop().run_in_executor(self._masks, result.finished, upload.size)
         except VitrailError as error:
             raise as_http_error(error) from None
 
@@ -148,7 +160,7 @@ class Service:
 
     async def stop(self) -> None:
         """Stop the decoder processes and close the models."""
-        await self._handler.decoders.close()
+        await self._handler.close()
         await self.registry.close()
 
     def _build_app(self) -> ASGIApp:

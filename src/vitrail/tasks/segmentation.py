@@ -58,6 +58,8 @@ FINER = 4
 """The fractions of a prediction are counted on a grid that is finer than that of the patches by this factor."""
 ROUNDING = 1e-3
 """By how much upsampling may round a logit."""
+MOST_LOGITS = 1 << 26
+"""Logits of pixels that are computed at a time: 256 MB, and as much for the loss; at least those of one image."""
 
 
 def upsampled(outputs: Tensor, size: tuple[int, int]) -> Tensor:
@@ -311,8 +313,17 @@ class Segmentation(Task):
     def kept(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return numbers (B, 3, K) of each class: correct and predicted pixels, and the loss summed over its pixels.
 
-        The labels become the true pixels of each class (B, K).
+        The labels become the true pixels of each class (B, K). A few images at a time: a batch of logits for pixels of
+        150 classes could take more memory than training does.
         """
+        each = outputs.shape[1] * labels.shape[1] * labels.shape[2]
+        parts = zip(*(rows.split(max(1, MOST_LOGITS // each)) for rows in (outputs, labels)), strict=True)
+        counted, true = zip(*(self._counted(*part) for part in parts), strict=True)
+        return torch.cat(counted), torch.cat(true)
+
+    @staticmethod
+    def _counted(outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the same of a few images."""
         classes = outputs.shape[1]
         truth = labels.to(outputs.device)
         by_pixel = upsampled(outputs, (truth.shape[1], truth.shape[2]))
@@ -347,7 +358,12 @@ class Segmentation(Task):
         known = [str(index) for index in range(outputs.shape[1])] if names is None else names
         made = []
         for logits in outputs.float():
-            found = upsampled(logits[None], grid).argmax(dim=1).flatten()
+            if (
+                len(logits) <= MOST_CLASSES and len(logits) * math.prod(grid) > MOST_LOGITS
+            ):  # of a large image in windows
+                found = largest_class(logits, grid).flatten()
+            else:
+                found = upsampled(logits[None], grid).argmax(dim=1).flatten()
             fractions = torch.bincount(found, minlength=len(known)).double() / len(found)
             values, order = fractions.sort(descending=True, stable=True)
             first = [index for index, fraction in zip(order.tolist(), values.tolist(), strict=True) if fraction > 0][

@@ -4,6 +4,8 @@ import json
 import os
 import pickle
 import shutil
+import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -353,6 +355,23 @@ def as_array(folder: Path, mask: NDArray[Any]) -> None:
     np.save(folder / "masks" / "3.npy", mask)
 
 
+def grey_png(mask: NDArray[np.uint8], bits: int) -> bytes:
+    """Return a grey PNG with fewer than 8 bits per pixel, which Pillow does not write."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        body = kind + content
+        return struct.pack(">I", len(content)) + body + struct.pack(">I", zlib.crc32(body))
+
+    texts = ["".join(format(value, f"0{bits}b") for value in row) for row in mask.tolist()]
+    rows = b"".join(
+        b"\0" + int(text.ljust(-(-len(text) // 8) * 8, "0"), 2).to_bytes(-(-len(text) // 8)) for text in texts
+    )
+    header = struct.pack(">IIBBBBB", mask.shape[1], mask.shape[0], bits, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        chunk(kind, content) for kind, content in ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+    )
+
+
 CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no mask": (lambda f: (f / "masks" / "3.png").unlink(), r"images/3.png has no mask; add .*masks/3.png, or remove"),
     "no image": (
@@ -391,6 +410,15 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "fractions": (
         lambda f: as_array(f, np.zeros((4, 6))),
         r"the mask .*masks/3.npy cannot be used: it has numbers of type float64, not integers",
+    ),
+    "few bits": (
+        lambda f: (f / "masks" / "3.png").write_bytes(grey_png(halves(0, 3), 2)),
+        r"the mask .*masks/3.png cannot be used: its grey values have 2 bits, which programs scale to 0…255 when they "
+        r"read them; save it with 8 bits, or with a palette$",
+    ),
+    "four bits": (
+        lambda f: (f / "masks" / "3.png").write_bytes(grey_png(halves(0, 3), 4)),
+        r"its grey values have 4 bits",
     ),
     "negative": (
         lambda f: as_array(f, np.full((4, 6), -1)),
@@ -535,6 +563,8 @@ def test_masks_that_a_model_does_not_fit(tmp_path: Path) -> None:
         DataError, match=r"the masks have 3 classes and the model 2, so they cannot be matched by index"
     ):
         match_masks(source, None, 2)
+    with pytest.raises(DataError, match=r"the model has 300 classes, but masks have at most 255; use a model with few"):
+        match_masks(source, (*SHAPES, *map(str, range(297))), 300)
     with pytest.raises(DataError, match=r"the model predicts masks, but the data has none; put images into a folder"):
         match_masks(digits(), SHAPES, 3)
 

@@ -170,6 +170,10 @@ def match_masks(source: Source, names: Sequence[str] | None, outputs: int, *, by
             f"the model predicts masks, but the data has {found}; put images into a folder images and their masks into "
             "masks, or use vitrail predict"
         )
+    if outputs > MOST_CLASSES:
+        raise DataError(
+            f"the model has {outputs:,} classes, but masks have at most {MOST_CLASSES}; use a model with fewer"
+        )
     if names is None or by_number:
         if len(targets.names) != outputs:
             raise DataError(
