@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from tests.support.commands import RunCommand, run_command
@@ -189,7 +189,7 @@ paths = st.lists(
 
 
 @given(paths)
-@settings(derandomize=True, max_examples=60)
+@settings(deadline=None, derandomize=True, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 def test_names_are_unique_inside_the_folder_and_follow_from_the_order(images: list[str]) -> None:
     first, second = (MirroredNames(["/nowhere/*"]) for _ in range(2))
     names = [first.of(f"/nowhere/{image}".encode()) for image in images]
@@ -373,13 +373,13 @@ def test_models_whose_masks_would_not_fit() -> None:
 
 def test_a_failing_storage_is_no_change_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(_: str, *__: int | None) -> bytes:
-        raise StorageError("the server does not answer")
+        raise StorageError("the server does not respond")
 
     Path("gone.png").write_bytes(b"no image")
     with pytest.raises(DataError, match=r"gone.png has changed while it was predicted: it is not an image"):
         full_pixels(Item(b"gone.png", b"gone.png"), 3)
     monkeypatch.setattr("vitrail.data.inputs.read_remote", failing)
-    with pytest.raises(StorageError, match=r"^the server does not answer$"):
+    with pytest.raises(StorageError, match=r"^the server does not respond$"):
         full_pixels(Item(b"s3://bucket/a.png", b"s3://bucket/a.png"), 3)
 
 
@@ -387,7 +387,7 @@ def test_a_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     write_images(Path("images"))
     Path("out").mkdir()
     Path("out/masks").write_text("in the way")
-    with pytest.raises(DataError, match="out cannot be read: Not a directory"):
+    with pytest.raises(DataError, match="out/masks cannot be read: Not a directory"):
         predict("images", masks="out", output=Path("rows.jsonl"))
     with pytest.raises(DataError, match="masks cannot be written to out: "):
         predict("images", masks="out", output=Path("rows.jsonl"), overwrite=True)
@@ -416,6 +416,7 @@ def test_windows_cover_the_canvas(height: int, width: int, scale: float, patch: 
         assert abs(wide - width * scale) <= patch[1] / 2
 
 
+@pytest.mark.slow
 def test_windows_see_details_that_the_resized_image_loses() -> None:
     pixels, mask = colour_image(96, 640, seed=3)
     mask[40:48, 320:328] = (mask[40, 320] + 1) % 3  # smaller than a patch of the resized image, which has 80 columns

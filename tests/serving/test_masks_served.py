@@ -131,7 +131,7 @@ def test_models_without_masks_that_fit_are_refused(tmp_path: Path, image: Path) 
         with_client(settings_for(folder), ask)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_the_page_shows_the_mask_with_a_legend(bundle: Path, image: Path, scheme: str) -> None:
     (expected,) = vitrail.predict(bundle, [image], device="cpu", precision="float32")
     assert isinstance(expected, MaskPrediction)

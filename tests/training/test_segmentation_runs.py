@@ -95,6 +95,7 @@ def test_a_stopped_run_resumes_exactly(run: Run, shapes: Path, tmp_path: Path, m
     assert resumed.metrics.as_dict() == run.metrics.as_dict()
 
 
+@pytest.mark.slow
 def test_worker_processes_change_nothing(run: Run, shapes: Path, tmp_path: Path) -> None:
     other = vitrail.train(
         shapes, changes=[*QUICK, "epochs=6"], folder=tmp_path / "run", device="cpu", workers=1, quiet=True
@@ -110,7 +111,14 @@ def classifier(**options: Any) -> vitrail.Bundle:
     return vitrail.Bundle(vitrail.ViT(config), vitrail.Preprocess(size=24, resize="cover"), tuple("abcde"))
 
 
-@pytest.mark.parametrize("options", [{}, {"pool": "map", "class_token": "none"}, {"representation": 16}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"pool": "map", "class_token": "none"}, marks=pytest.mark.slow),
+        pytest.param({"representation": 16}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_classifier_becomes_a_segmenter(options: dict[str, Any], shapes: Path, tmp_path: Path) -> None:
     start = classifier(**options)
     before = {name: tensor.clone() for name, tensor in start.model.state_dict().items()}
@@ -127,6 +135,7 @@ def test_a_classifier_becomes_a_segmenter(options: dict[str, Any], shapes: Path,
             assert torch.allclose(after[name], tensor, atol=1e-6), name
 
 
+@pytest.mark.slow
 def test_a_segmenter_becomes_a_classifier(run: Run, tmp_path: Path) -> None:
     changes = ["steps=1", "batch=16", "evaluations=1", "model.image_size=24", "precision=float32"]
     made = vitrail.train(
@@ -150,6 +159,7 @@ def test_several_layers_and_a_new_head(run: Run, shapes: Path, tmp_path: Path) -
     assert "fresh head" not in str(kept.bundle.provenance)
 
 
+@pytest.mark.slow
 def test_pretraining_uses_the_images_only(shapes: Path, tmp_path: Path) -> None:
     changes = ["steps=2", "batch=8", "evaluations=1", "compile=false", "model.width=32", "model.depth=2",
                "model.heads=2", "model.patch_size=4"]  # fmt: skip
@@ -200,6 +210,7 @@ def test_a_patch_is_explained(run: Run, shapes: Path) -> None:
         vitrail.explain(run.folder / "best", image, device="cpu")
 
 
+@pytest.mark.slow
 def test_a_sweep_compares_by_mean_iou(shapes: Path, tmp_path: Path) -> None:
     swept = vitrail.sweep(
         shapes, over={"optimizer.lr": [0.001, 0.01]}, changes=[*QUICK, "steps=2", "evaluations=1"],
