@@ -122,6 +122,10 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _as_integers(value: Any) -> Any:
+    return (value,) if isinstance(value, int) else _as_tuple(value)
+
+
 def _as_names(value: Any) -> Any:
     return (value,) if isinstance(value, str) else _as_tuple(value)
 
@@ -137,5 +141,7 @@ Pair = Annotated[tuple[Positive, Positive], BeforeValidator(_as_pair)]
 """Height and width; one integer sets both."""
 Sequence = BeforeValidator(_as_tuple)
 """Accepts a list for a tuple field."""
+Integers = BeforeValidator(_as_integers)
+"""Accepts a list, or one integer, for a tuple of integers."""
 Names = BeforeValidator(_as_names)
 """Accepts a list, or one string, for a tuple of strings."""

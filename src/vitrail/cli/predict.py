@@ -93,7 +93,7 @@ def predict(
     chunk: Chunk = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no summary on stderr.")] = False,
 ) -> None:
-    """Classify images: print or write the most probable classes of each image, in input order."""
+    """Predict images: print or write the prediction for each, such as the most probable classes, in input order."""
     # A progress bar would interleave with the rows on the terminal.
     hidden = quiet or (output is None and sys.stdout.isatty())
     try:

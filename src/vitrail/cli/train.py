@@ -55,7 +55,9 @@ def train(
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option(help="Task: classification, multilabel or regression; by default what the labels are."),
+        typer.Option(
+            help="Task: classification, multilabel, regression or segmentation; by default what the labels are."
+        ),
     ] = None,
     changes: Annotated[
         list[str] | None,

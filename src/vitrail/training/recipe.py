@@ -18,7 +18,7 @@ from vitrail.data.decoder_choice import Decode
 from vitrail.data.sources.targets import Labelling
 from vitrail.errors import ConfigError, suggest
 from vitrail.models.lora import LoRA
-from vitrail.schema import LIMIT, Count, Frozen, Names, Positive, Sequence
+from vitrail.schema import LIMIT, Count, Frozen, Integers, Names, Positive
 from vitrail.tasks.lookup import CLASSIFICATION, TASKS, task_named
 from vitrail.tasks.objective import Objective
 from vitrail.tasks.task import Task
@@ -52,7 +52,7 @@ class DataSettings(Frozen):
 
     labels: Annotated[tuple[str, ...], Names] = ()
     """The columns of a manifest that hold the labels; empty: by their names."""
-    ignore: Annotated[tuple[Count, ...], Sequence] = ()
+    ignore: Annotated[tuple[Count, ...], Integers] = ()
     """The values in masks of pixels that count nowhere; 255 never counts."""
     val: Fraction = 0.1
     """Fraction of every class for the validation split, if the data does not define one."""

@@ -25,6 +25,7 @@ from vitrail.data.sources.selection import choose_images
 from vitrail.data.sources.source import Source, digits
 from vitrail.data.sources.targets import Labelling, Targets, label_rows, label_texts, targets_of
 from vitrail.errors import ConfigError, DataError
+from vitrail.training.recipe_files import read_recipe
 
 MASKS = Labelling("masks")
 
@@ -611,3 +612,19 @@ def test_progress_is_reported(tmp_path: Path) -> None:
     seen: list[int] = []
     open_data(write_shapes(tmp_path, 70, 8), on_progress=seen.append)
     assert seen[-2:] == [64, 70]
+
+
+@pytest.mark.parametrize("names", [("images", "labels"), ("JPEGImages", "SegmentationClass")])
+def test_folders_that_others_call_masks_are_not_two_classes(names: tuple[str, str], tmp_path: Path) -> None:
+    write_shapes(tmp_path / "data", 12, 16)
+    for old, new in zip(("images", "masks"), names, strict=True):
+        (tmp_path / "data" / old).rename(tmp_path / "data" / new)
+    (tmp_path / "data" / "classes.txt").unlink()
+    with pytest.raises(DataError, match=f"if {names[1]} holds masks, rename .*{names[1]} to masks; if they are two"):
+        open_data(tmp_path / "data")
+    assert open_data(tmp_path / "data", labelling=Labelling("classes")).train.classes == tuple(sorted(names))
+
+
+def test_one_value_to_ignore_needs_no_list() -> None:
+    assert read_recipe("scratch-small", ["data.ignore=7"]).data.ignore == (7,)
+    assert read_recipe("scratch-small", ["data.ignore=[7, 9]"]).data.ignore == (7, 9)

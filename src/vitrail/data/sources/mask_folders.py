@@ -20,6 +20,11 @@ from vitrail.errors import DataError
 from vitrail.text import printable_path
 
 IMAGES, MASKS = "images", "masks"
+OTHER_IMAGES = frozenset({"images", "image", "imgs", "img", "jpegimages"})
+OTHER_MASKS = frozenset(
+    {"masks", "mask", "labels", "label", "annotations", "annotation", "segmentationclass", "segmentation", "gt"}
+)
+"""Names, in lower case, that others give the two folders; as names of the only two classes they are hardly meant."""
 ENDINGS = ("", "_mask", "-mask", "_masks", "_label", "_labels", "_labelIds", "_seg", "_segmentation", "_gt")
 """What the name of a mask may have after that of its image."""
 
@@ -59,6 +64,19 @@ def find_mask_folders(place: str, inside: Inside) -> dict[str, MaskFolders] | No
         split: MaskFolders(folder, folder, of_masks[split], (*names_in, of_masks[split]))
         for split, folder in splits.items()
     }
+
+
+def check_not_masks(place: str, inside: Inside, labelling: Labelling) -> None:
+    """Raise if the only folders are called like those of images and masks, which would be taken for two classes."""
+    names = sorted(map(os.path.basename, inside.folders), key=lambda name: name.lower() not in OTHER_IMAGES)
+    if labelling.kind is not None or len(names) != 2:
+        return
+    if names[0].lower() in OTHER_IMAGES and names[1].lower() in OTHER_MASKS:
+        renamed = [f"{old} to {new}" for old, new in zip(names, (IMAGES, MASKS), strict=True) if old.lower() != new]
+        raise DataError(
+            f"{printable_path(place)} has the folders {names[0]} and {names[1]}: if {names[1]} holds masks, rename "
+            f"{' and '.join(renamed)}; if they are two classes, choose --task classification"
+        )
 
 
 def open_mask_folder(

@@ -15,7 +15,7 @@ from vitrail.data.sources.in_memory import InMemory
 from vitrail.data.sources.index_files import Progress
 from vitrail.data.sources.labels import Faults, report_faults
 from vitrail.data.sources.manifests import open_manifest
-from vitrail.data.sources.mask_folders import find_mask_folders, open_mask_folder
+from vitrail.data.sources.mask_folders import check_not_masks, find_mask_folders, open_mask_folder
 from vitrail.data.sources.mask_manifests import mask_column, open_mask_manifest
 from vitrail.data.sources.masks import Masked
 from vitrail.data.sources.parquet import Table, open_parquet
@@ -275,6 +275,7 @@ def _open_splits(
         if inside.shards:
             return _open_shards_of_splits(place, inside.shards, labelling, faults, on_progress)
         check_no_columns(labelling, printable_path(place))
+        check_not_masks(place, inside, labelling)
         return {"train": open_folder(place, faults=faults, on_progress=on_progress)}
     if kind == "shard":
         return {"train": open_shards([place], labelling=labelling, on_progress=on_progress)}
@@ -325,6 +326,7 @@ def _open_split(place: str, labelling: Labelling, faults: Faults | None, on_prog
     if inside.shards:
         return open_shards(inside.shards, labelling=labelling, on_progress=on_progress)
     check_no_columns(labelling, printable_path(place))
+    check_not_masks(place, inside, labelling)
     return open_folder(place, faults=faults, on_progress=on_progress)
 
 

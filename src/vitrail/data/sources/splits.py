@@ -123,10 +123,10 @@ def too_few_images(source: Source, *, val: float, test: float) -> list[str]:
     if targets_of(source) is None:
         return too_few(source.labels, val=val, test=test, classes=source.classes)
     needed = 1 + (val > 0) + (test > 0)
-    images = "1 image" if len(source) == 1 else f"{len(source)} images"
-    return (
-        [] if len(source) >= needed else [f"{images} are too few for {needed} splits; add images, or use fewer splits"]
-    )
+    if len(source) >= needed:
+        return []
+    images = "1 image is" if len(source) == 1 else f"{len(source)} images are"
+    return [f"{images} too few for {needed} splits; add images, or use fewer splits"]
 
 
 def draw_split(source: Source, *, seed: int, val: float, test: float) -> tuple[Indices, Indices, Indices]:
